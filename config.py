@@ -314,8 +314,12 @@ def words_in(path: str, fields: dict[str, dataclasses.Field]) -> list[str]:
                 words += [flag, *map(str, several)]
             case True:
                 words.append(flag)
+            case False if fields[name].default is True:
+                words.append(f"--no-{dashed(name)}")
+            case False if fields[name].default is not False:
+                raise ValueError(f"{name} needs a value, not false")
             case False:
-                words += [f"--no-{dashed(name)}"] if fields[name].default is True else []
+                pass
             case value:
                 words.append(f"{flag}={value}")
     return words

@@ -9,6 +9,7 @@ from math import prod
 from typing import Any, NamedTuple
 
 Key = tuple[int, int]  # prompt_id and index of a sample
+REWARD_LIMIT = 1e30  # largest reward or cost: its square, and sums of squares, are finite
 
 
 class Outcome(NamedTuple):

@@ -13,7 +13,7 @@ import math
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
@@ -24,6 +24,7 @@ from actor import Actor, learning_rate
 from config import HELD_OUT, Config, parse_settings, setting
 from controller import MAX_SKIPS
 from demo.task import example_rows
+from engines.server import engine_context
 from inputs import tokenization
 from inputs.rows import PLACES, as_turns, read_conversation, read_rows
 from inputs.shuffled import Shuffled, identities
@@ -63,6 +64,7 @@ def read_examples(config: SftConfig, say: Callable) -> tuple[Shuffled, tuple[int
     """Return the examples, some held out, and the policy's end tokens. Raises UserError for a bad row."""
     [tokenizer] = tokenization.load_tokenizers(config, say)
     rows = read_rows(Path(config.data)) if config.data else enumerate(example_rows(config.seed), 1)
+    longest = engine_context(config.model, replace(config, max_model_len=0))
     prompts = []
     examples = []
     for line, row in rows:
@@ -76,6 +78,8 @@ def read_examples(config: SftConfig, say: Callable) -> tuple[Shuffled, tuple[int
         pair = tokenization.encode_pair(tokenizer, prompt, answer, where)
         if (tokens := sum(map(len, pair))) > config.max_tokens_per_micro_batch:
             raise UserError(f"{where}: {tokens} tokens exceed --max-tokens-per-micro-batch")
+        if tokens > longest:
+            raise UserError(f"{where}: {tokens} tokens, but {config.model} reads {longest}")
         prompts.append(prompt)
         examples.append(Sequence(*pair))
     order = Shuffled(examples, config.seed, HELD_OUT, prompts=identities(prompts))

@@ -40,20 +40,21 @@ def read_texts(path: Path, tokenizer: tokenization.Tokenizer, longest: int) -> l
     """
     sequences = []
     for line, row in read_rows(path, "ptx_data"):
+        where = f"{path}:{line}"
         names = ("prompt", "response") if "response" in row else ("text",)
         texts = [row.get(name) for name in names]
         if not all(isinstance(text, str) and text for text in texts):
-            raise UserError(f"{path}:{line}: needs `text`, or `prompt` and `response`")
+            raise UserError(f"{where}: needs `text`, or `prompt` and `response`")
         if len(texts) == 2:
-            prompt, response = tokenization.encode_pair(tokenizer, *texts)
+            prompt, response = tokenization.encode_pair(tokenizer, *texts, where)
         else:
-            tokens = tokenization.encode(tokenizer, *texts)
+            tokens = tokenization.encode(tokenizer, *texts, where)
             prompt = tokens[:1]
             response = tokens[1:]
         response = response[: max(0, longest - len(prompt))]
         if not prompt or not response:
             raise UserError(
-                f"{path}:{line}: nothing to learn in {longest} tokens "
+                f"{where}: nothing to learn in {longest} tokens "
                 "(--max-model-len, --max-tokens-per-micro-batch)"
             )
         sequences.append((prompt, response))

@@ -45,7 +45,7 @@ import psutil
 from runtime.errors import UserError
 from runtime.parent import adopt_orphans, die_with_parent
 from runtime.shutdown import SIGNALS
-from sample import Image, Key, TextSample
+from sample import REWARD_LIMIT, Image, Key, TextSample
 
 THREADS = 10_000  # for an environment's methods; the rank limits how many run at once
 KINDS = {"function {}(sample)": callable, "class {}": inspect.isclass}  # what a file has to have
@@ -176,14 +176,16 @@ def shown(value: Any) -> str:
 
 
 def read_number(title: str, value: Any) -> float | None:
-    """Read what a rule returned. Raises UserError unless it is None or a finite number."""
+    """Read what a rule returned. Raises UserError unless it is None or a number within REWARD_LIMIT."""
     if value is None:
         return None
     numpy = sys.modules.get("numpy")  # if nothing has imported it, the value isn't its bool
     is_number = isinstance(value, Real) or (numpy and isinstance(value, numpy.bool_))
     number = float(value) if is_number else math.nan
-    if not math.isfinite(number):
-        raise UserError(f"{title} returned {shown(value)}: a finite number or None is needed")
+    if not abs(number) <= REWARD_LIMIT:  # nan isn't
+        raise UserError(
+            f"{title} returned {shown(value)}: a number or None is needed, at most {REWARD_LIMIT:g}"
+        )
     return number
 
 
@@ -203,7 +205,9 @@ def read_score(title: str, value: Any) -> float:
     from extras.environment import is_number
 
     if not is_number(value):
-        raise UserError(f"{title}: score returned {shown(value)}: a finite number is needed")
+        raise UserError(
+            f"{title}: score returned {shown(value)}: a number is needed, at most {REWARD_LIMIT:g}"
+        )
     return float(value)
 
 

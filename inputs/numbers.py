@@ -10,9 +10,9 @@ DIGITS = (
     r"([eE][+-]?\d+)?(/[0-9]+)?"
 )
 # a minus after an operand is an operator, as in 10-3
-NUMBER = re.compile(r"(?:(?<![\w)\]}%])(-))?\\?[$€£]?" + DIGITS)
+NUMBER = re.compile(r"(?:(?<![\w)\]}%])(-)[\u2009\u202f]?)?\\?[$€£]?" + DIGITS)
 # -¥5 isn't a key: NUMBER would lose the minus in an answer
-KEY = re.compile(r"([+-]?[$€£]?|[$€£¥₹][+-]?)" + DIGITS)
+KEY = re.compile(r"([+-]?[\u2009\u202f]?[$€£]?|[$€£¥₹][+-]?)" + DIGITS)
 SIGNS = dict.fromkeys(map(ord, "−–‑－"), "-") | {ord("⁄"): "/"}  # lookalikes of minus and slash
 
 

@@ -19,14 +19,13 @@ after a restart, an interrupted episode is replayed up to where it stopped.
 from __future__ import annotations
 
 import json
-import math
 from asyncio import CancelledError
 from collections.abc import Mapping
-from contextlib import suppress
 from numbers import Real
 from typing import Any, NamedTuple
 
 from inputs.rows import as_turns, is_chat
+from sample import REWARD_LIMIT
 
 OWN_METRICS = ("turns_mean", "tokens", "step_s", "reward_mean", "lost_frac")
 
@@ -41,10 +40,8 @@ class Step(NamedTuple):
 
 
 def is_number(value: Any) -> bool:
-    """Return whether a value is a finite number. A bool isn't: users who return one mean `done`."""
-    with suppress(OverflowError):  # an int can be too large for a float
-        return isinstance(value, Real) and not isinstance(value, bool) and math.isfinite(value)
-    return False
+    """Return whether a value is a number within REWARD_LIMIT. A bool isn't: users mean `done` by one."""
+    return isinstance(value, Real) and not isinstance(value, bool) and abs(value) <= REWARD_LIMIT
 
 
 def read_step(value: Any) -> Step:
@@ -55,7 +52,7 @@ def read_step(value: Any) -> Step:
         value = Step(reward=0.0 if value is None else value, done=True)
     step = value if isinstance(value, Step) else Step(value)
     if not is_number(step.reward):
-        raise ValueError("a reward is a finite number")
+        raise ValueError(f"a reward is a number, at most {REWARD_LIMIT:g}")
     if not isinstance(step.done, bool):
         raise ValueError("done is True or False")
     metrics = step.metrics if isinstance(step.metrics, Mapping) else {0: 0}
@@ -69,7 +66,7 @@ def read_reply(reply: Any) -> list[dict]:
     """Return a copy of a reply's turns. Raises ValueError if no chat template can render them."""
     turns = [reply] if isinstance(reply, dict) else as_turns(reply, "user")
     if not (is_chat(turns) and turns and turns[-1]["role"] in ("user", "tool")):
-        raise ValueError("a Step, a text, chat turns, a finite number or None is needed")
+        raise ValueError("a Step, a text, chat turns, a number or None is needed")
     if any(turn["role"] == "assistant" for turn in turns):
         raise ValueError("the assistant's turns are the policy's")
     try:

@@ -98,11 +98,13 @@ def homes(tmp_path_factory) -> dict:
     endless = copy.deepcopy(chat)
     endless.chat_template = chat.chat_template.replace("<|im_end|>", "")
     endless.save_pretrained(path / "endless")
+    for name in ("chat", "endless"):
+        (path / name / "config.json").write_text('{"max_position_embeddings": 256}')
     return {name: str(path / name) for name in ("text", "chat", "endless")}
 
 
-def read(home: str, path, rows: list[dict]):
-    config = SftConfig(command="sft", model=home, data=str(jsonl(path, rows)), **ROOM)
+def read(home: str, path, rows: list[dict], **changes):
+    config = SftConfig(command="sft", model=home, data=str(jsonl(path, rows)), **ROOM | changes)
     return read_examples(config, print)[0]
 
 
@@ -190,6 +192,13 @@ def test_a_bad_row_is_named(name, row, message, homes, tmp_path):
         read(homes[name], path, [*good, row])
     said = str(caught.value)
     assert message in said and f"{path}:{len(good) + 1}: " in said and "\n" not in said
+
+
+def test_a_row_that_the_model_cannot_read_whole_is_named(homes, tmp_path):
+    rows = [AS_TEXT, AS_TEXT | {"response": ">" + "7" * 256}]
+    message = rf"rows\.jsonl:2: 263 tokens, but {homes['text']} reads 256"
+    with pytest.raises(UserError, match=message):
+        read(homes["text"], tmp_path / "rows.jsonl", rows, max_tokens_per_micro_batch=999)
 
 
 def test_no_prompt_is_learned_and_held_out(homes, tmp_path, capsys):

@@ -296,7 +296,11 @@ DEEP = r": step returned .+: .*(needed|deeply)"
 ERRORS = [  # test_worker.py has errors that are raised
     (f"{STEP}return True", r": step returned True: a bool isn't a reward; Step\(done=True\) ends"),
     (f"{STEP}return b'x'", r": step returned b'x': a Step, a text, chat turns"),
-    (f"{STEP}return 1{SCORE[:-3]}True", r": score returned True: a finite number is needed$"),
+    (
+        f"{STEP}return 1{SCORE[:-3]}True",
+        r": score returned True: a number is needed, at most 1e\+30$",
+    ),
+    (f"{STEP}return 1e31", r": step returned 1e\+31: a reward is a number, at most 1e\+30$"),
     (f"{NESTED}dict(role='user', content='1', x=deep)", DEEP),
     (f"{NESTED}Step([dict(role='user', x=deep)])", DEEP),
     (f"{NESTED}deep", DEEP),

@@ -13,6 +13,8 @@ import build
 from config import Config
 from extras import ptx
 from extras.ptx import choose, read_texts, text_loss
+from runtime.errors import UserError
+from tests.support.rows import jsonl
 from training import model
 
 TEXTS = [([1], [number]) for number in range(7)]
@@ -69,6 +71,14 @@ def test_a_row_that_can_t_be_used_is_named(tmp_path, row):
     path.write_text('{"text": "fine"}\n' + json.dumps(row) + "\n")
     with pytest.raises(ValueError, match=r"texts\.jsonl:2: needs `text`, or `prompt` and `resp"):
         read_texts(path, Characters(), 6)
+
+
+def test_a_tokenizer_that_ends_no_text_is_refused_where_a_row_needs_it(tmp_path):
+    path = jsonl(tmp_path / "texts.jsonl", [{"text": "fine"}, {"prompt": "a", "response": "b"}])
+    endless = Characters()
+    endless.eos_token_id = endless.name_or_path = None
+    with pytest.raises(UserError, match=r"texts\.jsonl:2: None has no end-of-sequence token"):
+        read_texts(path, endless, 6)
 
 
 def test_texts_are_cut_to_what_a_micro_batch_takes(monkeypatch):

@@ -371,9 +371,11 @@ ERRORS = [
     (f"{DEF}return 1 / 0\n", r"\(.*mine\.py:2\): ZeroDivisionError: .* zero$"),
     (HELPED, r"py:4\): ValueError: two lines$"),
     (f"async {DEF}return sample.nothing\n", r"mine\.py:2\): AttributeError"),
-    (f"{DEF}return [1.0]\n", r"py returned \[1\.0\]: a finite number or None is needed$"),
+    (f"{DEF}return [1.0]\n", r"py returned \[1\.0\]: a number or None is needed, at most 1e\+30$"),
+    (f"{DEF}return -1e31\n", r"py returned -1e\+31: a number or None is needed"),
+    (f"{DEF}return float('nan')\n", r"py returned nan: a number or None is needed"),
     (f"{DEF}return 10 ** 400\n", r"mine\.py: OverflowError: int too large.*$"),
-    (f"import torch\n{DEF}return torch.ones(2, 1)\n", rf"py returned {ONES}: a finite number"),
+    (f"import torch\n{DEF}return torch.ones(2, 1)\n", rf"py returned {ONES}: a number or"),
     ("x = 1\n\ndef reward(sample:\n", r"--rule .*mine\.py: SyntaxError: .* \(mine\.py, line 3\)$"),
     ("def other(sample):\n    return 1.0\n", r"has no function reward\(sample\)$"),
 ]

@@ -13,6 +13,7 @@ NUMBERS = {  # text -> its last number
     "-$3": "-3",
     "\u22123": "-3",  # MINUS SIGN
     "- 3": "3",  # a list item
+    "\u2212\u202f3": "-3",  # typeset, with a NARROW NO-BREAK SPACE
     "10-3": "3",  # an operator, or a range
     "(5)-3": "3",
     "3/4": "3/4",
@@ -45,7 +46,9 @@ def test_the_last_number_of_a_text():
 KEYS = {text: text for text in ("3/4", "0", "7", "-3", "0.5")}  # text -> the only number in it
 KEYS |= dict.fromkeys(("72", " 72\n", "+72", "72.0", "$72.00", "+£72", "072", "¥72", "7.2e1"), "72")
 KEYS |= dict.fromkeys((r"10,\!080", "10{,}080", "10,080", "1.008e4"), "10080")
-KEYS |= dict.fromkeys(("-.5", "\u2212.5", "\u20130.50", "-5e-1", "-$0.5", "$-0.50", "₹-.5"), "-0.5")
+KEYS |= dict.fromkeys(
+    ("-.5", "\u2212.5", "\u20130.50", "-5e-1", "-$0.5", "$-0.50", "₹-.5", "\u2212\u202f.5"), "-0.5"
+)
 NO_KEYS = r"""\frac{3}{5}|2024-01-05|1.234,50|3, 5|3 or 5|[3]|(3)|3-5|3=3|1:30|3x|3i|3!|3\pi|3^x|3^2|3²|3½|½
 1 1/2|0x10|1'234|1 000|1,00,000|1.2.3|3 million|about 3|x = 3|three|1e99999999999|3 apples|3%|3cm|3 m²|3.|3$
 $3$|\$3|3\%|3\text{ cm}|90^\circ|3 €|+-3|--3|$$3|$|-|- 3|-¥3|3/|3/4/5|""".replace("\n", "|").split(

@@ -238,6 +238,7 @@ BAD_FILES = {
     '{"weight_decay": 1}': "weight_decay is not a setting",
     '{"lr": "fast"}': "argument --lr: invalid float value: 'fast'; see --help",
     '{"lr": true}': "argument --lr: expected one argument; see --help",
+    '{"steps": false}': "steps needs a value, not false",
     '{"sp": "yes"}': "argument --sp: ignored explicit argument 'yes'; see --help",
 }
 

@@ -6,6 +6,7 @@ import os
 from decimal import Decimal
 from pathlib import Path
 
+import pyarrow
 import pytest
 
 from runtime import shared
@@ -28,6 +29,7 @@ def test_items_are_made_once_and_keep_their_types(tmp_path, monkeypatch):
         found = shared.once_a_machine("items", items)
         assert repr([*found]) == repr(ITEMS) and len(found) == len(ITEMS) and found[-1] == ITEMS[-1]
         assert [*shared.once_a_machine("none", iter(()) if rank == 0 else never())] == []
+        assert found.pickles.type == pyarrow.large_binary()  # others end at 2 GB
     assert {path.name for path in tmp_path.iterdir()} == {"items", "none"}
 
 
