@@ -39,15 +39,8 @@ from runtime.world import raise_on_all
 from scheduling.layout import Placement
 from training.packing import Packed, Sequence
 
-GROUPS = (
-    "run",
-    "data",
-    "training",
-    "pipelines",
-    "memory",
-    "lora",
-    "examples",
-)  # their settings are flags
+# groups of settings that are flags
+GROUPS = ("run", "data", "training", "pipelines", "memory", "lora", "examples")
 DEFAULTS = dict(command="sft", lr=1e-5, lr_decay_to=0.1)
 
 
