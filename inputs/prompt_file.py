@@ -71,7 +71,10 @@ class PromptFile(Sequence[Prompt]):
             if fits:
                 yield row
         if not counts[True]:
-            raise UserError(f"{self.path}: no prompt has at most {self.max_tokens} tokens")
+            raise UserError(
+                f"{self.path}: no prompt fits: --max-model-len less --max-new-tokens leaves room "
+                f"for {self.max_tokens} tokens"
+            )
         if longer := counts[False]:
             self.say(
                 f"{longer} of {counts.total()} prompts in {self.path} are left out: "
