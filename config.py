@@ -116,9 +116,7 @@ class Config:
     temperature: float = setting(1.0, "sampling temperature of answers", "engines", low=TINY)
     max_new_tokens: int = setting(1024, "longest answer", "engines", low=1)
     answer_tokens: int = setting(0, "fixed length of answers, as in papers; 0: off", "engines")
-    max_model_len: int = setting(
-        0, "longest prompt and answer, and 6 tokens; 0: model's", "engines"
-    )
+    max_model_len: int = setting(0, "longest prompt + answer + 6; 0: model's limit", "engines")
     video_fps: float = setting(2.0, "frames shown per second of video", "images", TINY, 1000)
     video_frames: int = setting(16, "most frames shown of a video", "images", low=2)
     rollout_tp: int = setting(1, "ranks per rollout engine", "engines", low=1)
@@ -314,12 +312,10 @@ def words_in(path: str, fields: dict[str, dataclasses.Field]) -> list[str]:
                 words += [flag, *map(str, several)]
             case True:
                 words.append(flag)
-            case False if fields[name].default is True:
-                words.append(f"--no-{dashed(name)}")
-            case False if fields[name].default is not False:
+            case False if not isinstance(fields[name].default, bool):
                 raise ValueError(f"{name} needs a value, not false")
             case False:
-                pass
+                words += [f"--no-{dashed(name)}"] if fields[name].default else []
             case value:
                 words.append(f"{flag}={value}")
     return words
