@@ -421,14 +421,18 @@ def contents_of(config: Config) -> dict[str, list[str]]:
                 _, _, function = spec.partition(".py:")  # none in a model's directory
                 # files may move: only the function's name in FILE.py:name counts
                 contents[name].append(function if files else spec)
-                contents[name] += threads.map(atomic_files.sha256, files)
+                try:
+                    contents[name] += threads.map(atomic_files.sha256, files)
+                except OSError as error:
+                    raise UserError(f"--{dashed(name)} {spec} can't be read: {error}") from None
     return contents
 
 
 def files_of(spec: str) -> list[Path]:
     """Return the files of FILE, FILE.py:name, or a model's directory; none if it isn't a file."""
     if spec and Path(spec, "config.json").is_file():
-        return sorted(file for file in Path(spec).iterdir() if file.suffix in READ)
+        files = filter(Path.is_file, Path(spec).iterdir())
+        return sorted(file for file in files if file.suffix in READ)
     return [path for path in map(Path, (spec, spec.rpartition(":")[0])) if path.is_file()]
 
 

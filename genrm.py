@@ -116,7 +116,7 @@ ACCEPTS = {"correct": True, "yes": True, "incorrect": False, "no": False}
 LABEL = r"verdict[\s*]*:[\s*]*"
 WORD = f"(?:{'|'.join(ACCEPTS)})\\b"
 # not a verdict, but the choice repeated from the prompt: Verdict: correct, or Verdict: incorrect
-CHOICE = rf"{WORD}[^.\n]*?(?:\bor\b|/)\W*(?:{LABEL})?{WORD}"
+CHOICE = rf"{WORD}[^.\n]{{0,60}}?(?:\bor\b|/)\W{{0,20}}(?:{LABEL})?{WORD}"
 VERDICT = re.compile(f"{LABEL}(?:{CHOICE}|({WORD}))?", re.IGNORECASE)
 BOX = re.compile(r"\\boxed\s*\{")
 BRACE = re.compile(r"\\.|[{}]", re.DOTALL)  # escaped braces don't count

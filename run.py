@@ -159,7 +159,7 @@ async def controller_of(
     """Start this rank's servers, and build its controller or restore it (collective: all ranks)."""
     out = Path(config.out)
     # first read and check everything that doesn't need engines
-    rules = rewards.load_rules(config)
+    rules = await world.run(rewards.load_rules, config)
     inputs = await world.run(build.load_inputs, config, rules, progress.line)
     work = work_of(config)
     saves = await work.open_saves(config, world, progress.line)

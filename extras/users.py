@@ -33,6 +33,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import chain
 from multiprocessing.connection import Connection
 from numbers import Real
 from os import _exit, getpid  # the user's code may replace those of os
@@ -74,14 +75,30 @@ class UserCode(AbstractContextManager):
             _exit(status if isinstance(status, int) else int(status is not None))
         if error is None or isinstance(error, UserError):
             return
-        frames = traceback.extract_tb(trace)
+        error = max(leaves(error), key=self.is_mistake)  # of a group's, the first mistake
+        frames = traceback.extract_tb(error.__traceback__)
         lines = [frame.lineno for frame in frames if frame.filename == self.file]
         where = f" ({self.file}:{lines[-1]})" if lines else ""
-        text = " ".join(str(error).split())
+        text = text_of(error)
         if not self.is_mistake(error):
             raise ConnectionError(f"{type(error).__name__}{where}: {text}") from None
         hint = next((IN_THREAD[part] for part in IN_THREAD if part in text), self.hint)
         raise UserError(f"{self.title}{where}: {type(error).__name__}: {text}{hint}") from None
+
+
+def leaves(error: BaseException) -> list[BaseException]:
+    """Return the errors in a group of errors, or the error."""
+    if not isinstance(error, BaseExceptionGroup):
+        return [error]
+    return list(chain.from_iterable(map(leaves, error.exceptions)))
+
+
+def text_of(error: BaseException) -> str:
+    """Return an error's text in one line, even if the user's class can't make it."""
+    try:
+        return " ".join(str(error).split())
+    except Exception as other:
+        return f"its text can't be read: {type(other).__name__}"
 
 
 def module_of(path: Path) -> ModuleType:
@@ -148,16 +165,20 @@ class Users:
         return Call(code, make, keep, in_thread=True)
 
     def step(self, title: str, key: Key, text: str) -> Call:
-        step = self._objects[key].step
+        with self.codes[title]:  # a property's code is the user's, too
+            step = self._objects[key].step
         return self._call(title, step, partial(read_reply, title), text)
 
     def score(self, title: str, key: Key) -> Call:
-        return self._call(title, self._objects[key].score, partial(read_score, title))
+        with self.codes[title]:
+            score = self._objects[key].score
+        return self._call(title, score, partial(read_score, title))
 
     def close(self, title: str, key: Key) -> Call:
         """Forget an object. Its class need not have a `close`."""
         object_ = self._objects.pop(key)
-        close = object_.close if "close" in dir(object_) else lambda: None
+        with self.codes[title]:
+            close = object_.close if "close" in dir(object_) else lambda: None
         return self._call(title, close, lambda result: None)
 
     def _call(self, title: str, method: Callable, read: Callable[[Any], Any], *given: Any) -> Call:
@@ -242,7 +263,14 @@ class Server:
                     work = self._answer(number, what, value)
                     call = asyncio.run_coroutine_threadsafe(work, self._loop)
                     self._calls.add(call)
-                    call.add_done_callback(self._calls.discard)
+                    call.add_done_callback(self._forget)
+
+    def _forget(self, call: Future) -> None:
+        """Forget a call that is answered. One that failed by itself never will be: end this process."""
+        self._calls.discard(call)
+        if error := call.exception():
+            traceback.print_exception(error)
+            _exit(1)
 
     async def _answer(self, number: int, what: str, given: Sequence) -> None:
         self._send(number, "began", None)

@@ -166,5 +166,6 @@ def load(title: str, spec: str, name: str, kind: str, specs: str, timeout_s: flo
     if not path.endswith(".py") or not Path(path).is_file():
         raise UserError(f"{title}: no such file; use {specs}")
     file = str(Path(path).resolve())
-    names = worker().ask("load", title, file, name, kind, what=title).result()
-    return UserCode(title, names, 0.9 * timeout_s, worker())  # others wait for the whole timeout
+    limit_s = 0.9 * timeout_s  # others wait for the whole timeout
+    names = worker().ask("load", title, file, name, kind, what=title, limit_s=limit_s).result()
+    return UserCode(title, names, limit_s, worker())

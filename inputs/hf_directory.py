@@ -67,8 +67,8 @@ def named_ends(model_dir: str) -> set[int]:
     path = Path(model_dir, "generation_config.json")
     named = json.loads(path.read_text()).get("eos_token_id") if path.is_file() else None
     ends = named if isinstance(named, list) else [named]
-    if not all(isinstance(end, int | None) for end in ends):
-        raise UserError(f"{path}: eos_token_id is a number, or several, not {named!r:.60}")
+    if not all(end is None or (type(end) is int and end >= 0) for end in ends):
+        raise UserError(f"{path}: eos_token_id is a token's number, or several, not {named!r:.60}")
     return {*ends} - {None}
 
 

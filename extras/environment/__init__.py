@@ -19,6 +19,7 @@ after a restart, an interrupted episode is replayed up to where it stopped.
 from __future__ import annotations
 
 import json
+import sys
 from asyncio import CancelledError
 from collections.abc import Mapping
 from numbers import Real
@@ -57,7 +58,8 @@ def read_step(value: Any) -> Step:
         raise ValueError("done is True or False")
     metrics = step.metrics if isinstance(step.metrics, Mapping) else {0: 0}
     for name, number in metrics.items():
-        if not (isinstance(name, str) and name not in OWN_METRICS and is_number(number)):
+        is_name = isinstance(name, str) and name.isprintable() and name not in OWN_METRICS
+        if not (is_name and is_number(number)):
             raise ValueError(f"metrics map names to numbers, none of {', '.join(OWN_METRICS)}")
     return step._replace(reply=None if step.done else read_reply(step.reply))
 
@@ -67,8 +69,8 @@ def read_reply(reply: Any) -> list[dict]:
     turns = [reply] if isinstance(reply, dict) else as_turns(reply, "user")
     if not (is_chat(turns) and turns and turns[-1]["role"] in ("user", "tool")):
         raise ValueError("a Step, a text, chat turns, a number or None is needed")
-    if any(turn["role"] == "assistant" for turn in turns):
-        raise ValueError("the assistant's turns are the policy's")
+    if any(turn["role"] == "assistant" or "tool_calls" in turn for turn in turns):
+        raise ValueError("the assistant's turns and tool calls are the policy's")
     try:
         return json.loads(json.dumps(turns, ensure_ascii=False).encode())
     except (TypeError, RecursionError):
@@ -82,9 +84,16 @@ RULE = " (Python's own errors end the run; a library's, ConnectionError and Time
 def is_mistake(error: BaseException) -> bool:
     """Return whether an error in a user's class ends the run; any other one only loses its episode.
 
-    A wrong line of code raises one of Python's own classes, and would never be found if that lost episodes.
-    What fails around the code (servers, processes) raises a library's, or Python's two for connections.
+    A wrong line of code raises one of Python's own classes, and would never be found if that lost episodes;
+    so does text that json and other parsers of Python's can't read, which is often the policy's. What fails
+    around the code (servers, processes) raises a library's, or Python's two for connections.
     """
     if isinstance(error, ConnectionError | TimeoutError):
         return False
-    return type(error).__module__ == "builtins" or isinstance(error, CancelledError)
+    module = type(error).__module__
+    # ssl's errors are both
+    if isinstance(error, ValueError | ArithmeticError | LookupError) and not isinstance(
+        error, OSError
+    ):
+        return module.partition(".")[0] in sys.stdlib_module_names
+    return module == "builtins" or isinstance(error, CancelledError)

@@ -304,6 +304,15 @@ ERRORS = [  # test_worker.py has errors that are raised
     (f"{NESTED}dict(role='user', content='1', x=deep)", DEEP),
     (f"{NESTED}Step([dict(role='user', x=deep)])", DEEP),
     (f"{NESTED}deep", DEEP),
+    (
+        f"{STEP}return {{'role': 'tool', 'content': '7', 'tool_calls': [{{}}]}}",
+        r": .*and tool calls are",
+    ),
+    (f"{STEP}return Step('x', metrics={{'\\ud800': 1}})", r": .* metrics map names to numbers"),
+    (
+        f"{HEAD}    @property\n    def step(self): return self.nothing",
+        r" \(\S+:12\): AttributeError: .*",
+    ),
 ]
 
 

@@ -20,6 +20,7 @@ import rewards
 from config import Config
 from extras.rules import UserRule
 from inputs import tokenization
+from runtime.errors import UserError
 from sample import Sample
 from tests import ROOT
 from tests.root.test_rewards import score
@@ -366,6 +367,7 @@ def reward(sample):
 
 DEF = "def reward(sample):\n    "
 HELPED = f"{DEF}helper()\ndef helper():\n    raise ValueError('two\\nlines')\n"
+MUTE = "class Mute(Exception):\n    def __str__(self): return self.args\n"  # not a text
 ONES = r"tensor\(\[\[1\.\], \[1\.\]\]\)"  # torch writes it on two lines
 ERRORS = [
     (f"{DEF}return 1 / 0\n", r"\(.*mine\.py:2\): ZeroDivisionError: .* zero$"),
@@ -374,6 +376,8 @@ ERRORS = [
     (f"{DEF}return [1.0]\n", r"py returned \[1\.0\]: a number or None is needed, at most 1e\+30$"),
     (f"{DEF}return -1e31\n", r"py returned -1e\+31: a number or None is needed"),
     (f"{DEF}return float('nan')\n", r"py returned nan: a number or None is needed"),
+    (f"{MUTE}{DEF}raise Mute(1)\n", r"py:4\): Mute: its text can't be read: TypeError$"),
+    (f"{MUTE}raise Mute(1)\n", r"py:3\): Mute: its text can't be read: TypeError$"),
     (f"{DEF}return 10 ** 400\n", r"mine\.py: OverflowError: int too large.*$"),
     (f"import torch\n{DEF}return torch.ones(2, 1)\n", rf"py returned {ONES}: a number or"),
     ("x = 1\n\ndef reward(sample:\n", r"--rule .*mine\.py: SyntaxError: .* \(mine\.py, line 3\)$"),
@@ -388,6 +392,14 @@ def test_an_error_of_the_user_s_is_one_line_that_says_where(tmp_path, text, wron
         score([], [load(path)])
     assert "\n" not in str(caught.value)
     assert caught.value.__context__ is None or caught.value.__suppress_context__
+
+
+def test_a_file_that_never_ends_is_named(tmp_path):
+    path = write(tmp_path, f"import time\ntime.sleep({9 * LIMIT_S})\n{DEF}return 1\n")
+    with pytest.raises(
+        UserError, match=r"^--rule .*mine\.py returned nothing for 0\.9 s \(0\.9 --timeout"
+    ):
+        rewards.load("reward", path, 1)
 
 
 @pytest.mark.parametrize("spec", ["nothing.py", "length:0", "forbidden:"])

@@ -224,7 +224,9 @@ FATES = [  # an error's expression, whether it is a mistake
     ("BrokenPipeError('x')", False),
     ("TimeoutError('x')", False),
     ("OfALibrary('x')", False),
-    ("json.JSONDecodeError('x', '', 0)", False),
+    ("json.JSONDecodeError('x', '', 0)", True),
+    ("statistics.StatisticsError('x')", True),
+    ("ssl.SSLCertVerificationError('x')", False),
     ("subprocess.TimeoutExpired('x', 1)", False),
     ("subprocess.CalledProcessError(1, 'x')", False),
     ("urllib.error.HTTPError('x', 503, 'x', None, None)", False),
@@ -236,7 +238,8 @@ FATES = [  # an error's expression, whether it is a mistake
 @pytest.mark.parametrize("error, mistake", FATES)
 def test_a_mistake_ends_the_run_and_any_other_error_loses_the_episode(tmp_path, error, mistake):
     """In the first __init__, any error is a mistake."""
-    head = "import json, socket, subprocess, urllib.error\nclass OfALibrary(ValueError): pass\n"
+    head = "import json, socket, ssl, statistics, subprocess, urllib.error\n"
+    head += "class OfALibrary(ValueError): pass\n"
     name = re.split(r"[.(]", error.split("(")[0])[-1]
     sample = ended()
     episodes = load(tmp_path, f"{head}{STEP}raise {error}")
@@ -251,6 +254,29 @@ def test_a_mistake_ends_the_run_and_any_other_error_loses_the_episode(tmp_path, 
     )
     with pytest.raises(UserError, match=rf"mine\.py:10\): {name}: "):
         answered(load(tmp_path, text), ended())
+
+
+GROUP = f"""{STEP}async def fail(error): raise error
+        async def all():
+            async with asyncio.TaskGroup() as group:
+                for error in errors: group.create_task(fail(error))
+        errors = {{}}
+        asyncio.run(all())
+"""
+
+
+def test_of_a_group_of_errors_the_first_mistake_counts(tmp_path):
+    episodes, sample = load(tmp_path, GROUP.format("[ConnectionError('gone')] * 2")), ended()
+    answered(episodes, sample)
+    assert sample.finish == "lost" and re.match(r"ConnectionError .*: gone", episodes.why)
+    with pytest.raises(UserError, match=r"mine\.py:13\): KeyError: 'x' .*Python's own errors end"):
+        answered(load(tmp_path, GROUP.format("[ConnectionError('gone'), KeyError('x')]")), ended())
+
+
+def test_a_call_that_would_never_be_answered_ends_the_process(capfd):
+    with pytest.raises(UserError, match="^a call ended its process: status 1$"):
+        worker.Worker().ask("of no such name", what="a call").result(LIMIT_S)
+    assert "KeyError: 'of no such name'" in capfd.readouterr().err
 
 
 LOST = [("environment/lost_frac", "lost episodes"), ("genrm/failed_frac", "failed judgements")]

@@ -19,10 +19,11 @@ from torch.distributed.checkpoint import FileSystemReader
 
 import checkpoint
 import rollout
+from config import Config
 from runtime import atomic_files
 from runtime.atomic_files import CHECKSUMS
 from runtime.background_writer import BackgroundWriter
-from runtime.errors import RunLost
+from runtime.errors import RunLost, UserError
 from tests.support.fakes import FakeSource, LateWriter, learned, simulate
 from tests.workers.parallel import far
 from tests.workers.start import train_layouts
@@ -370,3 +371,16 @@ def test_a_checkpoint_of_another_python_is_read():
     assert OnlyDescriptions(io.BytesIO(member)).load().name == "TORCH_CONTIGUOUS_FORMAT"
     path = b"cpathlib._local\nPosixPath\n(S'step_2'\ntR."
     assert OnlyDescriptions(io.BytesIO(path)).load() == Path("step_2")
+
+
+def test_what_a_setting_stands_for_is_read_or_refused(tmp_path, monkeypatch):
+    """A folder, and a link to nothing, aren't files of a model."""
+    for folder in ("chat_template.jinja", "deep.json"):
+        (tmp_path / folder).mkdir()
+    (tmp_path / "gone.json").symlink_to("/nowhere/gone.json")
+    (tmp_path / "config.json").write_text("{}")
+    config = Config(model=str(tmp_path), rule=("right",), judge_format=("chat",))
+    assert len(checkpoint.contents_of(config)["model"]) == 2  # its name and one file
+    monkeypatch.setattr(checkpoint.atomic_files, "sha256", os.listdir)
+    with pytest.raises(UserError, match=rf"^--model {tmp_path} can't be read: .*config\.json"):
+        checkpoint.contents_of(config)

@@ -52,6 +52,7 @@ VERDICTS = {
     "Verdict: correct or incorrect\nVerdict: incorrect": False,
     "Verdict: correct. No error.": True,
     "Verdict: no, 3/4 is wrong or odd": False,
+    "Verdict: correct" + "/" * 10**5: True,  # read in a moment
 }
 
 
