@@ -274,7 +274,7 @@ def test_of_a_group_of_errors_the_first_mistake_counts(tmp_path):
 
 
 def test_a_call_that_would_never_be_answered_ends_the_process(capfd):
-    with pytest.raises(UserError, match="^a call ended its process: status 1$"):
+    with pytest.raises(UserError, match=r"^a call ended its process: status 1$"):
         worker.Worker().ask("of no such name", what="a call").result(LIMIT_S)
     assert "KeyError: 'of no such name'" in capfd.readouterr().err
 
