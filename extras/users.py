@@ -79,7 +79,8 @@ class UserCode(AbstractContextManager):
         frames = traceback.extract_tb(error.__traceback__)
         lines = [frame.lineno for frame in frames if frame.filename == self.file]
         where = f" ({self.file}:{lines[-1]})" if lines else ""
-        text = text_of(error)
+        # str(error) may fail: it is the user's code, too
+        text = " ".join(str(traceback.TracebackException.from_exception(error)).split())
         if not self.is_mistake(error):
             raise ConnectionError(f"{type(error).__name__}{where}: {text}") from None
         hint = next((IN_THREAD[part] for part in IN_THREAD if part in text), self.hint)
@@ -91,14 +92,6 @@ def leaves(error: BaseException) -> list[BaseException]:
     if not isinstance(error, BaseExceptionGroup):
         return [error]
     return list(chain.from_iterable(map(leaves, error.exceptions)))
-
-
-def text_of(error: BaseException) -> str:
-    """Return an error's text in one line, even if the user's class can't make it."""
-    try:
-        return " ".join(str(error).split())
-    except Exception as other:
-        return f"its text can't be read: {type(other).__name__}"
 
 
 def module_of(path: Path) -> ModuleType:

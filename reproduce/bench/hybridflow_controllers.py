@@ -8,6 +8,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
+from engines.server import SPARE
 from reproduce.bench.sensitivity import FIGURES
 from reproduce.papers import hybridflow, mapping
 from reproduce.papers.hybridflow import PPO, Setting
@@ -82,7 +83,7 @@ def step_s(at: Setting, found: Mapping) -> float:
     settings |= dict(placement=" ".join(words), rollout_ranks=len(shapes["actor"].ranks))
     settings |= dict(prompts_per_step=task.sequences, answers_per_prompt=1)
     settings |= dict(updates_per_step=task.updates, steps=1)
-    settings |= dict(max_tokens_per_micro_batch=text // GRAIN + 8)  # one sequence
+    settings |= dict(max_tokens_per_micro_batch=text // GRAIN + 8 + SPARE)  # one sequence
     step = Simulation(mode, gpus, work, cluster, **settings).run()[0]
     return step.ended_s - push_s + after_s  # the simulated step pushes at its start and its end
 

@@ -31,6 +31,7 @@ from config import Config
 from data import Prompts
 from engines import pool
 from engines.engine import Request, Sampling, seed_of
+from engines.server import SPARE
 from reproduce.simulation.clock import VirtualClock, end_all
 from reproduce.simulation.costs import Decode, Passes
 from reproduce.simulation.engine import Moves, Reply, SimulatedEngine
@@ -261,7 +262,7 @@ class Simulation:
                 scores = formats[model].is_scalar
                 write = self._author.rate if scores else self._author.critique
             costs = coarse(decode, cluster.grain)
-            room = int(min(costs.most, costs.kv_tokens // self.config.max_model_len))
+            room = int(min(costs.most, costs.kv_tokens // (self.config.max_model_len - SPARE)))
             capacity = costs.kept or max(1, room)
             how = (model, costs, moves, capacity, write, self.clock)
             engines.append(SimulatedEngine(role, rank, *how))
@@ -379,9 +380,9 @@ def config_of(mode: str, workload: Workload, cluster: Cluster, settings: dict) -
         timeout_s=1e6,
         max_new_tokens=most,
         judge_max_new_tokens=judge_most,
-        max_model_len=context,
+        max_model_len=context + SPARE,
         max_running_requests=cluster.decode["rollout"].most,
-        max_tokens_per_micro_batch=max(context, 16384 // grain),
+        max_tokens_per_micro_batch=max(context + SPARE, 16384 // grain),
     )
     return Config(**own | settings)
 

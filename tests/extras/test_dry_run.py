@@ -154,7 +154,7 @@ def test_a_model_that_sees_is_counted(tmp_path, family):
     config = Config(model="m", rule=("right",), max_tokens_per_micro_batch=2000)
     path = make_vision_model(tmp_path, family, layers=2)
     shapes = checkpoint_shapes(path)
-    assert server.context_length(path, config) == 1024 and embedding(shapes) == [64, 96]
+    assert server.engine_context(path, config) == 1024 and embedding(shapes) == [64, 96]
     parts = trainer_parts(shapes, config, Shape((0,)))
     assert parts["weights"] == 4 * sum(map(prod, shapes.values()))
     keys, width = 2 * 24, 288  # two key-value heads
