@@ -116,7 +116,7 @@ class Config:
     temperature: float = setting(1.0, "sampling temperature of answers", "engines", low=TINY)
     max_new_tokens: int = setting(1024, "longest answer", "engines", low=1)
     answer_tokens: int = setting(0, "fixed length of answers, as in papers; 0: off", "engines")
-    max_model_len: int = setting(0, "longest prompt + answer + 6; 0: model's limit", "engines")
+    max_model_len: int = setting(0, "prompt + answer + 6 for SGLang; 0: model's limit", "engines")
     video_fps: float = setting(2.0, "frames shown per second of video", "images", TINY, 1000)
     video_frames: int = setting(16, "most frames shown of a video", "images", low=2)
     rollout_tp: int = setting(1, "ranks per rollout engine", "engines", low=1)

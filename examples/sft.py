@@ -57,7 +57,7 @@ def read_examples(config: SftConfig, say: Callable) -> tuple[Shuffled, tuple[int
     """Return the examples, some held out, and the policy's end tokens. Raises UserError for a bad row."""
     [tokenizer] = tokenization.load_tokenizers(config, say)
     rows = read_rows(Path(config.data)) if config.data else enumerate(example_rows(config.seed), 1)
-    longest = engine_context(config.model, replace(config, max_model_len=0))
+    longest = engine_context(config.model, replace(config, max_model_len=0))  # the model's own
     prompts = []
     examples = []
     for line, row in rows:

@@ -75,11 +75,11 @@ class UserCode(AbstractContextManager):
             _exit(status if isinstance(status, int) else int(status is not None))
         if error is None or isinstance(error, UserError):
             return
-        error = max(leaves(error), key=self.is_mistake)  # of a group's, the first mistake
+        error = max(leaves(error), key=self.is_mistake)  # a group's first mistake, if it has one
         frames = traceback.extract_tb(error.__traceback__)
         lines = [frame.lineno for frame in frames if frame.filename == self.file]
         where = f" ({self.file}:{lines[-1]})" if lines else ""
-        # str(error) may fail: it is the user's code, too
+        # unlike str(error), this can't fail: the user's class may define its text
         text = " ".join(str(traceback.TracebackException.from_exception(error)).split())
         if not self.is_mistake(error):
             raise ConnectionError(f"{type(error).__name__}{where}: {text}") from None
@@ -158,7 +158,7 @@ class Users:
         return Call(code, make, keep, in_thread=True)
 
     def step(self, title: str, key: Key, text: str) -> Call:
-        with self.codes[title]:  # a property's code is the user's, too
+        with self.codes[title]:  # `step` may be a property, which is also the user's code
             step = self._objects[key].step
         return self._call(title, step, partial(read_reply, title), text)
 

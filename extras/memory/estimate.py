@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from algorithms import algorithm_of
 from config import AS_FITS, Config
-from engines.server import context_length, engine_context, kv_tokens
+from engines.server import engine_context, kv_tokens
 from engines.wire import BUCKET_BYTES
 from inputs.hf_directory import FAMILIES, checkpoint_shapes, has_weights, sees
 from runtime.devices import FULL
@@ -153,7 +153,7 @@ def with_micro_batch(config: Config) -> Config:
     fitting = ACTIVATIONS // activations(shapes_of(config.model), config, tokens=1)
     tokens = 1 << fitting.bit_length() - 1  # a power of two
     if config.command == "rl":
-        tokens = max(tokens, context_length(config.model, config), config.max_new_tokens + 1)
+        tokens = max(tokens, engine_context(config.model, config), config.max_new_tokens + 1)
     tokens = min(tokens, config.max_tokens_per_micro_batch)
     return replace(config, max_tokens_per_micro_batch=tokens)
 

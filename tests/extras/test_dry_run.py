@@ -11,7 +11,7 @@ from transformers import AutoModelForSequenceClassification
 
 import build
 import run
-from config import Config, parse_config
+from config import DEMO_MODELS, Config, parse_config
 from engines import server
 from examples.make_demo import models
 from extras import dry_run
@@ -159,6 +159,18 @@ def test_a_model_that_sees_is_counted(tmp_path, family):
     assert parts["weights"] == 4 * sum(map(prod, shapes.values()))
     keys, width = 2 * 24, 288  # two key-value heads
     assert parts["activations"] == 2 * (32 * 96 + 12 * keys + 20 * width) * 2000
+
+
+@pytest.mark.parametrize("context, tokens", [(0, 256), (8000, 8000), (100, 100)])
+def test_a_micro_batch_has_room_for_one_sample_in_whatever_memory(monkeypatch, context, tokens):
+    """The settings must be those of a run: 6 tokens of a context stay free, but they count."""
+    monkeypatch.setattr(estimate, "ACTIVATIONS", 1)
+    monkeypatch.setattr(estimate, "activations", lambda *_, tokens: tokens)
+    model = str(DEMO_MODELS / "written" / "actor")
+    config = Config(
+        model=model, rule=("right",), max_model_len=context, max_new_tokens=9, device="cpu"
+    )
+    assert estimate.with_micro_batch(config).max_tokens_per_micro_batch == tokens
 
 
 @pytest.mark.parametrize("judge", ["written", "scalar"])

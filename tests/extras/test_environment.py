@@ -313,6 +313,10 @@ ERRORS = [  # test_worker.py has errors that are raised
         f"{HEAD}    @property\n    def step(self): return self.nothing",
         r" \(\S+:12\): AttributeError: .*",
     ),
+    (
+        f"{STEP}return 1\n    @property\n    def score(self): return {{}}['x']",
+        r" \(\S+:15\): KeyError: 'x'",
+    ),
 ]
 
 

@@ -265,7 +265,7 @@ GROUP = f"""{STEP}async def fail(error): raise error
 """
 
 
-def test_of_a_group_of_errors_the_first_mistake_counts(tmp_path):
+def test_the_first_mistake_in_a_group_of_errors_counts(tmp_path):
     episodes, sample = load(tmp_path, GROUP.format("[ConnectionError('gone')] * 2")), ended()
     answered(episodes, sample)
     assert sample.finish == "lost" and re.match(r"ConnectionError .*: gone", episodes.why)

@@ -239,6 +239,7 @@ BAD_FILES = {
     '{"lr": "fast"}': "argument --lr: invalid float value: 'fast'; see --help",
     '{"lr": true}': "argument --lr: expected one argument; see --help",
     '{"steps": false}': "steps needs a value, not false",
+    '{"judge": false}': "judge needs a value, not false",
     '{"sp": "yes"}': "argument --sp: ignored explicit argument 'yes'; see --help",
 }
 
