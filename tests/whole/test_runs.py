@@ -212,6 +212,16 @@ def test_when_the_launcher_is_killed_the_ranks_and_their_engines_go(tmp_path):
     run.check_nothing_is_left()
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["Ctrl-C", "kill -9 of the launcher"])
+def test_a_run_whose_rule_never_finishes_loading_can_be_ended(tmp_path, name):
+    strike = Run.press_ctrl_c if name == "Ctrl-C" else lambda run: run.launcher().kill()
+    (rule := tmp_path / "rule.py").write_text("print('read', flush=True)\nwhile True: pass")
+    run = Run(tmp_path / "run", "--rule", rule)
+    run.struck((lambda run: run.stdout.count("read") == run.ranks, strike))
+    run.check_nothing_is_left()
+
+
 LOSSES = {  # name -> the strike, the message
     "a rank": (
         lambda run: run.rank_processes()[1].kill(),
