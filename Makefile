@@ -20,14 +20,17 @@ export TORCH_ELASTIC_SHUTDOWN_TIMEOUT ?= 300
 
 .PHONY: run test test-all test-long test-gpu lint install papers results walkthrough
 PYTEST := CUDA_VISIBLE_DEVICES= $(BIN)/python -m pytest -q
+# a test that hangs for longer than LIMIT_S of tests/support/patience.py ends its stream, which prints where
+STREAMS := $(PYTEST) -n 2 --no-loadscope-reorder --max-worker-restart 0 \
+  -o faulthandler_timeout=2400 -o faulthandler_exit_on_timeout=true
 run: install
 	$(TORCHRUN) --nproc-per-node $(RANKS) run.py --mode $(MODE) $(ARGS)
 
 test: install lint
-	$(PYTEST) -n 2 --no-loadscope-reorder -m "not slow and not long and not gpu" tests
+	$(STREAMS) -m "not slow and not long and not gpu" tests
 
 test-all: test
-	$(PYTEST) -n 2 --no-loadscope-reorder -m slow tests
+	$(STREAMS) -m slow tests
 
 test-long: install
 	$(PYTEST) -m long tests

@@ -9,7 +9,7 @@ import sys
 import time
 from dataclasses import replace
 from fractions import Fraction
-from functools import partial
+from functools import cache, partial
 from itertools import chain
 from pathlib import Path
 
@@ -18,6 +18,7 @@ import pytest
 
 import rewards
 from config import Config
+from extras import worker
 from extras.rules import UserRule
 from inputs import tokenization
 from runtime.errors import UserError
@@ -394,7 +395,9 @@ def test_an_error_of_the_user_s_is_one_line_that_says_where(tmp_path, text, wron
     assert caught.value.__context__ is None or caught.value.__suppress_context__
 
 
-def test_a_file_that_never_ends_is_named(tmp_path):
+def test_a_file_that_never_ends_is_named(tmp_path, monkeypatch):
+    # a process of its own: no other test's file could load behind this one
+    monkeypatch.setattr(worker, "worker", cache(worker.Worker))
     path = write(tmp_path, f"import time\ntime.sleep({9 * LIMIT_S})\n{DEF}return 1\n")
     with pytest.raises(
         UserError, match=r"^--rule .*mine\.py returned nothing for 0\.9 s \(0\.9 --timeout"
