@@ -22,7 +22,7 @@ export TORCH_ELASTIC_SHUTDOWN_TIMEOUT ?= 300
 PYTEST := CUDA_VISIBLE_DEVICES= $(BIN)/python -m pytest -q
 # a test that hangs for longer than LIMIT_S of tests/support/patience.py ends its stream, which prints where
 STREAMS := $(PYTEST) -n 2 --no-loadscope-reorder --max-worker-restart 0 \
-  -o faulthandler_timeout=2400 -o faulthandler_exit_on_timeout=true
+  -o faulthandler_timeout=$$((2400 * $${NANOYATT_TEST_PATIENCE:-1})) -o faulthandler_exit_on_timeout=true
 run: install
 	$(TORCHRUN) --nproc-per-node $(RANKS) run.py --mode $(MODE) $(ARGS)
 
