@@ -113,7 +113,7 @@ Final answer:
 {answer}"""
 
 ACCEPTS = {"correct": True, "yes": True, "incorrect": False, "no": False}
-LABEL = r"verdict[\s*]*:[\s*]*"
+LABEL = r"""verdict[\s*_"'`]*:[\s*_"'`(\[]*"""
 WORD = f"(?:{'|'.join(ACCEPTS)})\\b"
 # not a verdict, but the choice repeated from the prompt: Verdict: correct, or Verdict: incorrect
 CHOICE = rf"{WORD}[^.\n]{{0,60}}?(?:\bor\b|/)\W{{0,20}}(?:{LABEL})?{WORD}"

@@ -333,15 +333,26 @@ def check_directory(
             raise UserError(f"{where}: {OUTPUT} isn't {embedding}, but config.json ties them")
 
 
+def check_context(where: str, hf: dict, config: Config) -> None:
+    """Raise UserError if --max-model-len is more than an engine of the model accepts."""
+    rope = hf["rope_parameters"]
+    factor = 1 if "original_max_position_embeddings" in rope else rope.get("factor", 1)
+    limit = int(hf["max_position_embeddings"] * factor)
+    if config.max_model_len > limit:
+        raise UserError(f"--max-model-len {config.max_model_len}: {where} takes {limit} tokens")
+
+
 def check_models(config: Config, placement: Placement, formats=()) -> None:
     """Raise UserError if a directory of the policy or a judge can't be used. formats: the judges'."""
     hf = read_hf_config(config.model)
     for shape in placement.shapes.values():
         check_sizes(hf, shape.sized(config))
+    check_context(f"--model {config.model}", hf, config)
     check_directory(config.model, "--model", hf, scores=False, plans=config.dry_run)
     for path, judge_format in zip(config.judge_models, formats, strict=False):
         setting = "--judge" if path in config.judge else "--cost-judge"
         judge = read_hf_config(path, setting, learns=False)
+        check_context(f"{setting} {path}", judge, config)
         how = dict(device=config.device, plans=config.dry_run)
         check_directory(path, setting, judge, judge_format.is_scalar, **how)
 

@@ -149,6 +149,9 @@ UP = "model.layers.0.mlp.up_proj.weight"
 TOO_MANY = "has 386 tokens, its embeddings 384 rows"
 OWN_CODE = {"auto_map": {"AutoModel": "own.Own"}}
 OWN_CLASS = saying(architectures=["OwnForCausalLM"])
+READS_511 = saying(max_position_embeddings=511)
+SCALED = {"rope_type": "linear", "factor": 2.0, "rope_theta": 1e6}
+READS_512 = saying(max_position_embeddings=256, rope_scaling=SCALED)
 THREE_LAYERS = saying(num_hidden_layers=3, layer_types=["full_attention"] * 3)
 
 
@@ -171,6 +174,7 @@ DAMAGES = [
     ("config.json", lambda _: GPT2.encode(), "gpt2"),
     ("config.json", saying(hidden_size="64"), "config.json: .*hidden_size"),
     ("config.json", saying(attention_bias=True), "not supported: attention_bias"),
+    ("config.json", READS_511, r"^--max-model-len 512: --model \S+ takes 511 tokens$"),
     ("generation_config.json", saying(eos_token_id=[2, 400]), "has 401 tokens"),
     ("generation_config.json", saying(eos_token_id="2"), "eos_token_id is a token's number"),
     ("generation_config.json", saying(eos_token_id=[2, -1]), "eos_token_id is a token's number"),
@@ -228,6 +232,8 @@ def scores_are(shape):
 
 OF_OTHERS = [
     ("--judge", "config.json", OWN_CLASS, "architectures"),
+    ("--judge", "config.json", READS_511, "takes 511 tokens"),
+    ("--judge", "config.json", READS_512, ""),
     ("--judge", "model.safetensors", without(UP), f"lack {UP}"),
     ("--judge", "model.safetensors", scores_are((1, 64)), "nothing here reads score.weight"),
     ("--judge", "tokenizer.json", two_more, TOO_MANY),
@@ -247,7 +253,7 @@ def test_models_beside_it_are_looked_at(actor, tmp_path, rows, given, file, chan
     if setting == "--critic" and file != "model.safetensors":
         damaged(home, "model.safetensors", adding("score.weight"))
     more = ("--judge-max-new-tokens", 12, "--algorithm", "ppo")
-    expected = f"^{setting} \\S*its-name: .*{message}"
+    expected = f"{setting} \\S*its-name:? .*{message}"
     with pytest.raises(UserError, match=expected) if message else nullcontext():
         read(actor, rows, *given.split(), damaged(home, file, change), *more)
 

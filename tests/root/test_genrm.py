@@ -51,6 +51,9 @@ VERDICTS = {
     "Verdict: correct/incorrect": None,
     "Verdict: correct or incorrect\nVerdict: incorrect": False,
     "Verdict: correct. No error.": True,
+    'Verdict: "incorrect"': False,
+    "`Verdict`: [correct]": True,
+    "Verdict: (correct, or incorrect)": None,
     "Verdict: no, 3/4 is wrong or odd": False,
     "Verdict: correct" + "/" * 10**5: True,  # read in a moment
 }
