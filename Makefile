@@ -1,7 +1,7 @@
 # make run       installs into .venv, then trains the demo: 2 ranks, partial colocation; on one GPU: 1, full
 # make test      installs into .venv, then lints and passes the tests of the default tier, on the CPU
 # make test-all  the same, then the slow tests; make test-long: chaos and machines, only by hand
-# make papers    installs, then simulates the papers' figures, two at a time, for docs/papers: 8 minutes
+# make papers    installs, then simulates the papers' figures, two at a time, for docs/papers: 8 to 20 minutes
 # make results   installs, then measures README's results and draws its pictures: about 20 minutes
 # make walkthrough  installs, then runs the demo's first steps and writes docs/walkthrough.md: a minute
 # make test-gpu  installs into .venv, then tests what needs a GPU; prints a table of what passed.
