@@ -102,7 +102,12 @@ def clipped_loss(inputs: LossInputs, algorithm: Algorithm) -> tuple[Tensor, Tens
 
     PPO (arXiv 1707.06347), equation 7; clip-higher: DAPO (arXiv 2503.14476), section 3.1.
     """
-    return clip((inputs.logprobs - inputs.old_logprobs).exp(), inputs.advantages, algorithm)
+    return clip(ratio_of(inputs.logprobs - inputs.old_logprobs), inputs.advantages, algorithm)
+
+
+def ratio_of(log_ratio: Tensor) -> Tensor:
+    """Return exp(log_ratio), from e^-20 to e^20: float32's infinity times a gradient of 0 would be NaN."""
+    return log_ratio.clamp(-20, 20).exp()
 
 
 def clip(ratio: Tensor, advantages: Tensor, algorithm: Algorithm) -> tuple[Tensor, Tensor]:
@@ -119,7 +124,7 @@ def gspo_loss(inputs: LossInputs, algorithm: Algorithm) -> tuple[Tensor, Tensor]
     """
     logprobs = inputs.logprobs.detach()
     log_ratio = inputs.mean_of_sequence(logprobs - inputs.old_logprobs)
-    return clip((log_ratio + (inputs.logprobs - logprobs)).exp(), inputs.advantages, algorithm)
+    return clip(ratio_of(log_ratio + (inputs.logprobs - logprobs)), inputs.advantages, algorithm)
 
 
 def cispo_loss(inputs: LossInputs, algorithm: Algorithm) -> tuple[Tensor, Tensor]:
@@ -127,7 +132,7 @@ def cispo_loss(inputs: LossInputs, algorithm: Algorithm) -> tuple[Tensor, Tensor
 
     CISPO, MiniMax-M1 (arXiv 2506.13585), equations 4 and 5; its clip_low is 1, so there is no lower bound.
     """
-    ratio = (inputs.logprobs - inputs.old_logprobs).exp().detach()
+    ratio = ratio_of(inputs.logprobs - inputs.old_logprobs).detach()
     weight = ratio.clamp(1 - algorithm.clip_low, 1 + algorithm.clip_high)
     return -weight * inputs.advantages * inputs.logprobs, weight != ratio
 
@@ -154,7 +159,7 @@ KL_ESTIMATORS: dict[str, Callable[[Tensor], Tensor]] = {
     # biased; on fresh tokens its gradient is the gradient of the KL
     "k2": lambda log_ratio: log_ratio.square() / 2,
     # unbiased and never negative; GRPO's
-    "k3": lambda log_ratio: (-log_ratio).exp() - 1 + log_ratio,
+    "k3": lambda log_ratio: ratio_of(-log_ratio) - 1 + log_ratio,
 }
 
 

@@ -353,7 +353,7 @@ def prepare_out(
         compare(config, contents, folder, say)
     is_own = folder is not None and folder.parent.resolve() == (out / "checkpoints").resolve()
     if not is_own:
-        archive(out, say)
+        archive(out, say, vars(config))
     for name in ("spans", "logs"):
         (out / name).mkdir(parents=True, exist_ok=True)
     if folder is None:

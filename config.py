@@ -270,7 +270,7 @@ def parse_settings(
         fields = {f.name: f for f in settings_of(kind) if f.metadata["group"] in groups}
         try:
             given = vars(parser.parse_args(words_in(path, fields))) | given
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, RecursionError) as error:
             raise UserError(f"--config {path}: {error}") from None
     given = {name: tuple(v) if isinstance(v, list) else v for name, v in given.items()}
     preset = given.get("preset") or ("base" if given.get("model") else "tiny")

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from functools import partial
 from numbers import Real
 from typing import TYPE_CHECKING, ClassVar, NamedTuple
+from unicodedata import normalize
 
 import numpy
 
@@ -48,8 +49,10 @@ class JudgeFormat:
     engine: ClassVar[type[Engine]] = Engine  # the engine that serves it
 
     def answer_of(self, text: str, finish: str) -> str | None:
-        """Return a response's final answer; None if it has none or was cut off."""
-        return self.final_answer(text) if finish == "stop" else None
+        """Return a response's final answer, in NFC; None if its thoughts hold it or it was cut off."""
+        said = without_thoughts(text) if finish == "stop" else None
+        answer = None if said is None else self.final_answer(said)
+        return answer and normalize("NFC", answer)
 
     def grade(self, text: str, reply: Answer) -> float | None:
         """Read a critique's grade, 0 to 1, or None. Raises UserError if `parse` returns anything else."""

@@ -113,7 +113,7 @@ async def train(config: SftConfig, placement: Placement, stop: shutdown.Stop) ->
         actor = await world.run(Actor, config, config.model)
         actor.stop_tokens = stop_tokens
         if world.rank == 0:
-            archive(Path(config.out), progress.line)
+            archive(Path(config.out), progress.line, vars(config))
             writer = MetricsWriter(Path(config.out))
         held_out = [order.rows[number] for number in order.held_out]
         await stop.until_all_are_ready(world)

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 
 from build import Work
@@ -23,17 +24,17 @@ ROWS = "answers.jsonl"
 async def open_saves(
     config: Config, world: World, say: Callable[[str], None]
 ) -> out_folder.NoSaves:
-    return await on_rank_0(world, start_evaluation, Path(config.out), say)
+    return await on_rank_0(world, start_evaluation, Path(config.out), say, vars(config))
 
 
-def start_evaluation(out: Path, say: Callable[[str], None]) -> out_folder.NoSaves:
+def start_evaluation(out: Path, say: Callable[[str], None], settings: dict) -> out_folder.NoSaves:
     """Move an earlier run in --out aside, on rank 0. Raises UserError if there are weights."""
-    for weights in (*out.glob("checkpoints/step_*"), *out.glob("hf*")):
+    for weights in chain.from_iterable(map(out.glob, out_folder.WEIGHTS)):
         raise UserError(
             f"--out {out}: {weights.relative_to(out)} belongs to a run, and --steps 0 only "
             "evaluates --model: name another folder"
         )
-    return out_folder.start_over(out, say)
+    return out_folder.start_over(out, say, settings)
 
 
 @dataclass

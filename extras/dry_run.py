@@ -48,7 +48,7 @@ def read_all(arguments: list[str], usage: str) -> str:
 
             config = with_micro_batch(config)
         try:
-            build.load_inputs(config, load_rules(config), print)
+            build.load_inputs(config, load_rules(config), lambda line: print(printable(line)))
         finally:
             rendezvous.close()  # removes the rows' file
         dry_run(config, placement, splits)

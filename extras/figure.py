@@ -20,7 +20,7 @@ from matplotlib.figure import Figure
 from matplotlib.legend_handler import HandlerTuple
 from matplotlib.patches import Patch
 
-from runtime.errors import UserError
+from runtime.errors import UserError, printable
 from runtime.timeline import (
     INSTANTS,
     LANES,
@@ -253,7 +253,7 @@ def main() -> None:
         make_figure(picture).savefig(given.figure)
     except UserError as error:
         sys.exit(f"error: {error}")
-    print(f"wrote {given.figure}")
+    print(printable(f"wrote {given.figure}"))
 
 
 if __name__ == "__main__":

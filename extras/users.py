@@ -131,6 +131,13 @@ class Users:
     def load(self, title: str, file: str, name: str, kind: str) -> Call:
         """Run a file. The result is all names of its function or class. Raises UserError if there is none."""
         code = UserCode(title, file)
+        folder = Path(file).parent
+        others = {str(Path(code.file).parent) for code in self.codes.values()} - {str(folder)}
+        for beside in folder.glob("*.py"):
+            spec = sys.modules[beside.stem].__spec__ if beside.stem in sys.modules else None
+            origin = spec and spec.origin
+            if origin and str(beside) != file and os.path.dirname(origin) in others:
+                raise UserError(f"{title}: {origin} has been imported: rename {beside}")
 
         def read(module: ModuleType) -> list[str]:
             found = vars(module).get(name)

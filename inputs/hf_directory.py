@@ -45,6 +45,7 @@ def readable(where: str) -> Iterator[None]:
     from huggingface_hub.errors import StrictDataclassError
 
     known = (StrictDataclassError, ValueError, TypeError, AttributeError, KeyError, ArithmeticError)
+    known += (RecursionError,)
     try:
         yield
     except UserError:

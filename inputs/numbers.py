@@ -14,17 +14,39 @@ NUMBER = re.compile(r"(?:(?<![\w)\]}%])(-)[\u2009\u202f]?)?\\?[$€£]?" + DIGIT
 # -¥5 isn't a key: NUMBER would lose the minus in an answer
 KEY = re.compile(r"([+-]?[\u2009\u202f]?[$€£]?|[$€£¥₹][+-]?)" + DIGITS)
 SIGNS = dict.fromkeys(map(ord, "−–‑－"), "-") | {ord("⁄"): "/"}  # lookalikes of minus and slash
+SPELLED = {
+    r"(?<=\d)(?=\\[dt]?frac)": " ",  # 2\frac{1}{2} -> 2 1/2
+    # \frac{3}{4}, \dfrac34 -> 3/4
+    r"\\[dt]?frac ?(?:\{(-?[\d.,]+)\} ?\{(\d+)\}|(\d)(\d))": r"\1\3/\2\4",
+    # 1.2 \times 10^{5} -> 1.2e5
+    r"(?<=\d) ?(?:\\times|\\cdot|×|\*) ?10 ?\^ ?(?:\{([+-]?\d+)\}|([+-]?\d+))": r"e\1\2",
+    r"(?<=\d) ?/ ?(?=\d)": "/",
+}
+MIXED = re.compile(r"\d[ \u202f]?$")
 
 
 def number_answer(text: str) -> str | None:
-    """Return the last number in normal form, None if there is none: -$1,234.50 is -1234.5, 7.0 is 7."""
-    found = NUMBER.findall(text.translate(SIGNS))
-    return normal(*found[-1]) if found else None
+    """Return the last number in normal form, None if there is none: -$1,234.50 is -1234.5, 7.0 is 7.
+
+    2 1/2 is none.
+    """
+    found = [*NUMBER.finditer(plain(text))]
+    if not found or (found[-1][4] and MIXED.search(found[-1].string, 0, found[-1].start())):
+        return None
+    return normal(*found[-1].groups(""))
+
+
+def plain(text: str) -> str:
+    """Write signs, LaTeX's fractions and powers of ten in plain characters."""
+    text = text.translate(SIGNS)
+    for pattern, plainly in SPELLED.items():
+        text = re.sub(pattern, plainly, text)
+    return text
 
 
 def number_key(text: str) -> str | None:
     """Return a key's number, which may follow a sign and a currency: -$1,234.50, 3/4, 1e-5. Else None."""
-    found = KEY.fullmatch(text.translate(SIGNS).strip())
+    found = KEY.fullmatch(plain(text).strip())
     return normal(*found.groups("")) if found else None
 
 

@@ -11,6 +11,7 @@ from itertools import chain
 from math import inf
 from pathlib import Path
 from typing import Any
+from unicodedata import normalize
 
 from inputs.templates import IMAGE, VIDEO
 from runtime.errors import UserError
@@ -23,11 +24,14 @@ TEXTS = ("messages", "prompt", "response", "completion")  # or chat turns
 # columns that are of use without a rule
 READ = {"answer", "question", "tools", "text", *TEXTS, *PLACES}
 # turns written by JSON, or by str() of Python or NumPy
-TURNS_AS_TEXT = re.compile(r"""(?s)\s*(array\()?\[?\s*\{.*["'](role|from)["']\s*:.*\}.*""")
+TURNS_AS_TEXT = re.compile(r"""(?s)\s*+(array\()?\[?\s*+\{.*["'](role|from)["']\s*+:.*""")
+MASKS = ("weight", "train", "trainable", "loss_mask")  # a turn isn't learned if one is false or 0
 UNREAD = {  # other trainers' columns -> where their contents go here
     "system": "a turn of the system is",
     "system_prompt": "a turn of the system is",
     "chat_template_kwargs": "--template NAME=VALUE is, for all rows",
+    "image": "`images`, a list, is",
+    "video": "`videos`, a list, is",
 }
 
 
@@ -79,7 +83,7 @@ def _checked(row: dict, where: str) -> dict:
     """Return a row's columns. Raises UserError if turns are stored as text, or for UNREAD columns."""
     for name in TEXTS:
         text = row.get(name)
-        if isinstance(text, str) and (name == "messages" or TURNS_AS_TEXT.fullmatch(text)):
+        if isinstance(text, str) and (name == "messages" or TURNS_AS_TEXT.match(text)):
             raise UserError(f"{where}: `{name}` must be a list of turns, not a text: {text[:40]!r}")
     for name in filter(row.get, UNREAD):
         raise UserError(f"{where}: `{name}` isn't read; {UNREAD[name]}")
@@ -261,6 +265,8 @@ def read_conversation(row: dict, where: str) -> tuple[Text, Text]:
     prompt = row.get("prompt") or []
     if len(names) != 1 or bool(prompt) == (names == ["messages"]):
         raise UserError(f"{where}: needs `messages`, or `prompt` and `response` or `completion`")
+    if row.get("label") is False:
+        raise UserError(f"{where}: its `label` excludes the answer: leave the row out")
     answer = row[names[0]]
     if isinstance(prompt, str) and isinstance(answer, str) and answer.strip():
         return prompt, answer
@@ -271,6 +277,8 @@ def read_conversation(row: dict, where: str) -> tuple[Text, Text]:
     if before and len(turns) != 1:
         raise UserError(f"{where}: `{names[0]}` isn't one turn, the answer to `prompt`")
     *before, last = before + turns
+    if unlearned := [name for name in MASKS if last.get(name, 1) == 0]:
+        raise UserError(f"{where}: its `{unlearned[0]}` excludes the answer: leave the row out")
     roles = [turn["role"] for turn in before]
     is_empty = not (last["content"].strip() or "tool_calls" in last)
     if last["role"] != "assistant" or roles[-1:] in ([], ["assistant"]) or is_empty:
@@ -348,7 +356,7 @@ def answer_key(answer: Any, where: str) -> str | None:
         return None
     text = ""
     if isinstance(answer, str):
-        text = answer.strip()
+        text = normalize("NFC", answer.strip())
     elif type(answer) in (int, float, Decimal) and abs(answer) != inf:
         whole, _, digits = f"{Decimal(str(answer or 0)):f}".partition(".")
         text = f"{whole}.{digits.rstrip('0')}".removesuffix(".")

@@ -31,7 +31,7 @@ TAG = re.compile(r"[^\w\s]")  # in <tool_call>, but not in added words and white
 NAMES = {"role", "content", "name", "id", "tool_call_id", "tool_calls"}  # not contents of a turn
 # how a template may read a tool call: arguments as JSON text, no content as null
 FORMS = [*product((False, True), repeat=2)]
-CHECKED = ("system", "developer", "tool")  # roles that a template may not leave out
+CHECKED = ("system", "developer", "user", "tool")  # roles that a template may not leave out
 
 
 def apply_settings(tokenizers: list[Tokenizer], given: tuple[str, ...], say: Callable) -> None:

@@ -25,13 +25,18 @@ BEFORE = "\n.0a"  # characters that a text may follow, for encode_after
 
 def load_tokenizer(model_dir: str) -> Tokenizer:
     """Load a directory's tokenizer without running any code of its own. Raises UserError if it can't."""
-    from transformers import AutoTokenizer
+    from tokenizers.models import BPE
+    from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
     options = {"local_files_only": True, "trust_remote_code": False}
     with readable(f"no tokenizer could be loaded from {model_dir}"):
         tokenizer = AutoTokenizer.from_pretrained(model_dir, **options)
         if not isinstance(tokenizer.chat_template, str | dict | None):
             raise ValueError("its chat template isn't text")
+        if isinstance(tokenizer, PreTrainedTokenizerFast):
+            model = tokenizer.backend_tokenizer.model
+            if isinstance(model, BPE):
+                model.dropout = None  # it encodes a text differently each time
     return tokenizer
 
 

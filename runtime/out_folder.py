@@ -8,15 +8,16 @@ import contextlib
 import errno
 import os
 import socket
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from filelock import AsyncFileLock, Timeout
 
 from runtime.errors import UserError
 
 LOCK = "lock"
+WEIGHTS = ("checkpoints/step_*", "hf/config.json", "hf/step_*", "hf_critic_*/step_*")  # of a run
 ENDING_S = 5.0  # time that a killed process takes to be gone
 WITHOUT_LOCKS = (errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK)
 
@@ -67,20 +68,29 @@ class NoSaves:
     async def restore(self, c: object) -> None: ...
 
 
-def start_over(out: Path, say: Callable[[str], None]) -> NoSaves:
-    """Move an earlier run aside, and make a new one's folders. Raises UserError if the move fails."""
-    archive(out, say)
+def start_over(out: Path, say: Callable[[str], None], settings: Mapping[str, Any]) -> NoSaves:
+    """Move an earlier run aside, and make a new one's folders. Raises UserError as `archive`."""
+    archive(out, say, settings)
     for name in ("spans", "logs"):
         (out / name).mkdir(parents=True, exist_ok=True)
     return NoSaves()
 
 
-def archive(out: Path, say: Callable[[str], None]) -> None:
-    """Move an earlier run's files, if any. Raises UserError if they can't be moved."""
-    left = ("metrics.jsonl", "checkpoints", "answers.jsonl", "spans/rank*", "hf*")
+def archive(out: Path, say: Callable[[str], None], settings: Mapping[str, Any]) -> None:
+    """Move all files of a folder in which an earlier run was.
+
+    settings: the new run's. Raises UserError if one of them names such a file, or if the move fails.
+    """
+    left = ("metrics.jsonl", "answers.jsonl", "spans/rank*", *WEIGHTS)
     if not any(any(out.glob(name)) for name in left):
         return
     there = out.resolve()  # follow a link, so that files stay on their disk
+    for name, path in paths_in(settings):
+        if path.resolve().is_relative_to(there):
+            raise UserError(
+                f"--{name} {path} would be moved aside with the earlier run in {out}: "
+                "name another --out"
+            )
     try:
         # relative paths would lead into the moved files
         if Path.cwd().is_relative_to(there) or there.is_mount():
@@ -96,6 +106,15 @@ def archive(out: Path, say: Callable[[str], None]) -> None:
             "name a folder in it, or another"
         ) from None
     say(f"moved the earlier run in {out} to {target}")
+
+
+def paths_in(settings: Mapping[str, Any]) -> Iterator[tuple[str, Path]]:
+    """Yield (setting, file or folder that it names), without --out."""
+    for name, value in settings.items():
+        for each in value if isinstance(value, tuple) else (value,):
+            path = Path(str(each).partition(":")[0])  # my.py:function
+            if name != "out" and each and os.path.exists(path):
+                yield name.replace("_", "-"), path
 
 
 def next_free(path: Path) -> Path:

@@ -342,19 +342,38 @@ def check_context(where: str, hf: dict, config: Config) -> None:
         raise UserError(f"--max-model-len {config.max_model_len}: {where} takes {limit} tokens")
 
 
+def check_ends(where: str, model_dir: str, hf: dict) -> None:
+    """Raise UserError if SGLang would end answers at a text: it also reads config.json's eos_token_id.
+
+    transformers has defaults for it, which may mean something else in this vocabulary.
+    """
+    tokenizer = tokenization.load_tokenizer(model_dir)
+    known = tokenization.ends_of(model_dir, tokenizer) | {*tokenizer.added_tokens_decoder}
+    named = hf["whole"].to_dict().get("eos_token_id")
+    ends = {*(named if isinstance(named, list) else [named])} - {None, -1, *known}
+    if ends:
+        raise UserError(
+            f"{where}: config.json: answers would end at its eos_token_id {min(ends)}, "
+            f"which is the text {tokenizer.decode([min(ends)])!r}"
+        )
+
+
 def check_models(config: Config, placement: Placement, formats=()) -> None:
     """Raise UserError if a directory of the policy or a judge can't be used. formats: the judges'."""
     hf = read_hf_config(config.model)
     for shape in placement.shapes.values():
         check_sizes(hf, shape.sized(config))
-    check_context(f"--model {config.model}", hf, config)
     check_directory(config.model, "--model", hf, scores=False, plans=config.dry_run)
+    check_context(f"--model {config.model}", hf, config)
+    check_ends(f"--model {config.model}", config.model, hf)
     for path, judge_format in zip(config.judge_models, formats, strict=False):
         setting = "--judge" if path in config.judge else "--cost-judge"
         judge = read_hf_config(path, setting, learns=False)
-        check_context(f"{setting} {path}", judge, config)
         how = dict(device=config.device, plans=config.dry_run)
         check_directory(path, setting, judge, judge_format.is_scalar, **how)
+        check_context(f"{setting} {path}", judge, config)
+        if not judge_format.is_scalar:
+            check_ends(f"{setting} {path}", path, judge)
 
 
 def check_reads_policy(config: Config, path: str, setting: str, hf: dict, policy: dict) -> None:

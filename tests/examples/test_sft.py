@@ -165,6 +165,7 @@ BAD = {  # tokenizer -> rows, and the message about them
         (AS_TEXT | {"response": ">" + "7" * 128}, "tokens exceed --max-tokens-per-micro-batch"),
         (AS_TEXT | {"response": "7<eos>"}, "the answer ends with what ends an answer"),
         (AS_TEXT | {"prompt": "3<eos>"}, "the prompt ends with what ends an answer"),
+        (AS_TEXT | {"label": False}, "its `label` excludes the answer"),
         (AS_TEXT | {"images": ["a.png"]}, "it has images, but sft learns only from texts"),
     ],
     "chat": [
@@ -173,6 +174,8 @@ BAD = {  # tokenizer -> rows, and the message about them
         ({"messages": [user("3+4?"), assistant(""), assistant("7")]}, ENDS),
         ({"messages": [user("?"), assistant("7<|im_end|>\n")]}, "the answer ends with what"),
         ({"messages": [{"role": "human", "content": "?"}, assistant("7")]}, "each text or"),
+        ({"messages": [user("?"), assistant("7") | {"weight": 0}]}, "its `weight` excludes the"),
+        ({"messages": [user("?"), assistant("7") | {"train": False}]}, "its `train` excludes"),
         ({"messages": WHOLE, "prompt": "3+4?"}, NEEDS),
         ({"prompt": HISTORY[:1], "completion": WHOLE}, "`completion` isn't one turn"),
         ({"prompt": HISTORY, "completion": "7"}, ENDS),

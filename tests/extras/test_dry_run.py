@@ -1,6 +1,7 @@
 """The estimates printed before a run: sizes by hand and by the real libraries, both commands as typed."""
 
 import dataclasses
+import io
 import os
 import re
 import sys
@@ -134,6 +135,14 @@ def said(capsys, monkeypatch):
         return capsys.readouterr().out
 
     return said
+
+
+def test_it_prints_names_that_the_terminal_lacks(tmp_path, said, monkeypatch):
+    rows = [{"prompt": f"{n % 30}+4=", "answer": n % 30 + 4} for n in range(40)]
+    data = jsonl(tmp_path / "donn\u00e9es.jsonl", rows)
+    given = ["--model", DEMO_MODELS / "written" / "actor", "--data", data, "--rule", "right"]
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(io.BytesIO(), encoding="ascii"))
+    said(*given, "--max-model-len", 99, "--max-new-tokens", 9)
 
 
 def test_a_dry_run_starts_nothing(tmp_path):

@@ -395,6 +395,23 @@ def test_an_error_of_the_user_s_is_one_line_that_says_where(tmp_path, text, wron
     assert caught.value.__context__ is None or caught.value.__suppress_context__
 
 
+def test_two_files_may_not_import_files_of_one_name(tmp_path, monkeypatch):
+    """The second would get the first one's; files that nobody has imported may have any name."""
+    monkeypatch.setattr(worker, "worker", cache(worker.Worker))
+    one, two = (tmp_path / "one", tmp_path / "two")
+    for folder in (one, two):
+        folder.mkdir()
+        (folder / "its_helper.py").write_text("VALUE = 0.5")
+        (folder / "other.py").touch()
+    rule = write(one, f"import its_helper\n{DEF}return its_helper.VALUE\n")
+    assert score([], [load(rule)]).reward == 0.5
+    wrong = r"^--rule \S+two/mine\.py: \S+one/its_helper\.py has been imported: rename \S+two/its_h"
+    with pytest.raises(UserError, match=wrong):
+        load(write(two, f"{DEF}return 7\n"))
+    (two / "its_helper.py").unlink()
+    assert score([], [load(f"{two}/mine.py")]).reward == 7
+
+
 def test_a_file_that_never_ends_is_named(tmp_path, monkeypatch):
     # a process of its own: no other test's file could load behind this one
     monkeypatch.setattr(worker, "worker", cache(worker.Worker))

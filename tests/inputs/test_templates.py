@@ -103,6 +103,7 @@ LEFT_OUT = [
     (EACH.replace("messages", "messages[:1]"), [ASKED, turn("user", "?")], "the user's turn"),
     (EACH.replace("m.content", "m.content[:9]"), [ASKED], "leaves out the user's turn"),
     (EACH.replace("messages", "messages[::2]"), [ASKED, TOLD, ASKED], "the tool's turn"),
+    (EACH.replace("messages", "messages[-1:]"), [turn("user", "!"), ASKED], "the user's turn"),
     (EACH, [ASKED, CALLED, TOLD], "leaves out `tool_calls`"),
     (GEMMA, [turn("system", "Be brief."), ASKED], "refuses turns: System role not supported"),
     (EACH.replace("m.role", "m.at | length"), [ASKED | {"at": 3}], "refuses turns: .* no len"),
@@ -347,10 +348,10 @@ def test_what_ended_a_turn_is_no_part_of_its_text(tagged, tmp_path):
     given = ["--model", str(tmp_path), "--rule", "right", "--judge-format", "chat"]
     given += ["--max-model-len", "99", "--max-new-tokens", "9"]
     inputs = build.load_inputs(parse_config(given), [], print)
-    written = "<think>Sum.<tool_call> 12"
+    written = "<think>Sum.</think><tool_call> 12"
     response = tagged(written + END, add_special_tokens=False)["input_ids"]
     sample = Sample(0, 0, [1], "3*4?", "12", response=response, finish="stop")
-    assert inputs.rewards.final_answer(sample) == written
+    assert inputs.rewards.final_answer(sample) == "<tool_call> 12"
     seen = rewards.seen_by_rules(sample, inputs.decode)
     assert (seen.text, seen.plain_text) == (written + END, written)
     sample.replies = [Reply(len(response), [1], [ASKED])]

@@ -225,6 +225,18 @@ def test_the_clip_by_hand():
     assert clipped.tolist() == [True, False, False, True, False]
 
 
+@pytest.mark.parametrize("row", ["grpo", "gspo", "cispo"])
+def test_a_ratio_that_no_float_holds_is_no_nan(row):
+    """e^100 times a gradient of 0, or an advantage of 0, must be 0."""
+    now = torch.zeros(2, requires_grad=True)
+    columns = (torch.full((2,), -100.0), torch.tensor([1.0, 0.0]))
+    tokens = LossInputs(now, *columns, torch.arange(2), torch.ones(2))
+    loss, _ = ALGORITHMS[row].loss(tokens, settings_of(row))
+    loss.sum().backward()
+    assert loss.isfinite().all() and now.grad.isfinite().all() and now.grad[1] == 0
+    assert algorithms.KL_ESTIMATORS["k3"](torch.tensor(-100.0)).isfinite()
+
+
 def test_cispo_clips_the_weight_of_a_token_but_not_its_gradient():
     """With the row's own settings, tokens that the policy has left must not be pulled back to a bound."""
     now = torch.tensor([-1 + math.log(1.5), -1 + math.log(0.135)], requires_grad=True)

@@ -171,6 +171,12 @@ DAMAGES = [
     ("config.json", OWN_CLASS, r"\['OwnForCausalLM'\] are not Qwen3ForCausalLM or "),
     ("config.json", None, "has no config.json"),
     ("config.json", lambda _: b"{", "config.json is not valid JSON"),
+    ("config.json", lambda _: b"[" * 10**5 + b"]" * 10**5, "config.json is not valid JSON: max"),
+    (
+        "config.json",
+        saying(eos_token_id=10),
+        "would end at its eos_token_id 10, which is the text '",
+    ),
     ("config.json", lambda _: GPT2.encode(), "gpt2"),
     ("config.json", saying(hidden_size="64"), "config.json: .*hidden_size"),
     ("config.json", saying(attention_bias=True), "not supported: attention_bias"),
@@ -232,6 +238,9 @@ def scores_are(shape):
 
 OF_OTHERS = [
     ("--judge", "config.json", OWN_CLASS, "architectures"),
+    ("--judge", "config.json", saying(eos_token_id=[2, 10]), "eos_token_id 10, which is"),
+    ("--critic", "config.json", saying(eos_token_id=10), ""),
+    ("--judge", "config.json", saying(eos_token_id=[-1, 2]), ""),
     ("--judge", "config.json", READS_511, "takes 511 tokens"),
     ("--judge", "config.json", READS_512, ""),
     ("--judge", "model.safetensors", without(UP), f"lack {UP}"),

@@ -240,6 +240,7 @@ BAD_FILES = {
     '{"lr": true}': "argument --lr: expected one argument; see --help",
     '{"steps": false}': "steps needs a value, not false",
     '{"judge": false}': "judge needs a value, not false",
+    '{"lr": ' + "[" * 10**5 + "]" * 10**5 + "}": "maximum recursion depth exceeded",
     '{"sp": "yes"}': "argument --sp: ignored explicit argument 'yes'; see --help",
 }
 

@@ -37,7 +37,7 @@ def evaluate(out, size=1, write=by_hand, prompts=2, events=(), **settings):
     said = []
     given = dict(steps=0, model="m", eval_samples=5, out=str(out), **settings)
     out.mkdir(exist_ok=True)
-    start_evaluation(out, said.append)
+    start_evaluation(out, said.append, given)
 
     def awaken(engines):
         for engine in engines:
@@ -94,7 +94,7 @@ def test_an_evaluation_that_is_stopped_begins_anew(tmp_path, size):
     assert [row["prompt"] for row in rows_in(out)] == [*range(5)] and figures_in(out)
 
 
-@pytest.mark.parametrize("name", ["checkpoints/step_3", "hf/step_3", "hf"])
+@pytest.mark.parametrize("name", ["checkpoints/step_3", "hf/step_3", "hf/config.json"])
 def test_a_folder_with_weights_is_refused(tmp_path, name):
     """Its run may resume, or it may hold --model."""
     (tmp_path / name).mkdir(parents=True)
@@ -102,7 +102,7 @@ def test_a_folder_with_weights_is_refused(tmp_path, name):
     with pytest.raises(
         UserError, match=rf"^--out {tmp_path}: {name[:2]}\S* belongs to a run, and --st"
     ):
-        start_evaluation(tmp_path, print)
+        start_evaluation(tmp_path, print, {})
     assert (tmp_path / "metrics.jsonl").exists() and not tmp_path.with_name("out-1").exists()
 
 

@@ -17,6 +17,7 @@ from config import DEMO_MODELS, Config
 from engines.engine import Answer, Request
 from engines.server import SPARE
 from inputs import tokenization
+from inputs.rows import answer_key
 from runtime.errors import UserError
 from sample import Sample
 from tests.support.fakes import FakeTokenizer, VirtualClock, to_text
@@ -57,6 +58,15 @@ VERDICTS = {
     "Verdict: no, 3/4 is wrong or odd": False,
     "Verdict: correct" + "/" * 10**5: True,  # read in a moment
 }
+
+
+def test_a_final_answer_is_outside_of_thoughts():
+    """It is composed, as a key is, whatever the model writes."""
+    for row in ("chat", "number"):
+        texts = {"<think>\\boxed{5}</think>\n7": "7", "<think>42</think>": None, "<think>42": None}
+        assert {text: genrm.FORMATS[row].answer_of(text, "stop") for text in texts} == texts
+    found = genrm.FORMATS["chat"].answer_of("Ma\u0301laga", "stop")
+    assert found == answer_key("Ma\u0301laga", "rows.jsonl:1") == "M\u00e1laga"
 
 
 def test_how_chat_is_read():

@@ -45,12 +45,28 @@ def test_a_lock_goes_with_its_process(out):
     with subprocess.Popen([sys.executable, "-c", code], cwd=ROOT) as holder:
         wait_for(lambda: (out / "lock").exists() and (out / "lock").read_text())
         (out / "metrics.jsonl").touch()
-        archive(out, print)
+        archive(out, print, {})
         with pytest.raises(UserError, match=f"process {holder.pid} on .* is at work there"):
             asyncio.run(hold(out))
         holder.kill()
     asyncio.run(hold(out))
     assert os.listdir(out) == ["lock"] and os.listdir(f"{out}-1") == ["metrics.jsonl"]
+
+
+def test_only_a_run_s_folder_is_moved(out):
+    """Other files stay; no setting may name what would move."""
+    for name in ("hf_models/actor", "checkpoints", "data"):
+        (out / name).mkdir(parents=True)
+    archive(out, print, {})
+    assert not out.with_name("out-1").exists()
+    (out / "hf/step_3").mkdir(parents=True)
+    data = f"{out}/data"
+    for name, value in {"eval_data": data, "rule": ("right", f"{data}:score")}.items():
+        flag = name.replace("_", "-")
+        with pytest.raises(UserError, match=f"^--{flag} {data} would be moved aside with the"):
+            archive(out, print, {"out": str(out), "steps": 3, "model": "", name: value})
+    archive(out, print, {"out": str(out), "data": str(out.parent)})
+    assert os.listdir(out) == [] and (out.with_name("out-1") / "data").is_dir()
 
 
 @pytest.mark.parametrize("name", ["a file/out", "a file"])
