@@ -24,7 +24,7 @@ TEXTS = ("messages", "prompt", "response", "completion")  # or chat turns
 # columns that are of use without a rule
 READ = {"answer", "question", "tools", "text", *TEXTS, *PLACES}
 # turns written by JSON, or by str() of Python or NumPy
-TURNS_AS_TEXT = re.compile(r"""(?s)\s*+(array\()?\[?\s*+\{.*["'](role|from)["']\s*+:.*""")
+TURNS_AS_TEXT = re.compile(r"""(?s)\s*+(array\()?\[?\s*+\{.*["'](role|from)["']\s*+:""")
 MASKS = ("weight", "train", "trainable", "loss_mask")  # a turn isn't learned if one is false or 0
 UNREAD = {  # other trainers' columns -> where their contents go here
     "system": "a turn of the system is",
@@ -83,7 +83,9 @@ def _checked(row: dict, where: str) -> dict:
     """Return a row's columns. Raises UserError if turns are stored as text, or for UNREAD columns."""
     for name in TEXTS:
         text = row.get(name)
-        if isinstance(text, str) and (name == "messages" or TURNS_AS_TEXT.match(text)):
+        if not isinstance(text, str):
+            continue
+        if name == "messages" or (TURNS_AS_TEXT.match(text) and "}" in text):
             raise UserError(f"{where}: `{name}` must be a list of turns, not a text: {text[:40]!r}")
     for name in filter(row.get, UNREAD):
         raise UserError(f"{where}: `{name}` isn't read; {UNREAD[name]}")
