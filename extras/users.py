@@ -133,7 +133,7 @@ class Users:
         code = UserCode(title, file)
         folder = Path(file).parent
         others = {str(Path(code.file).parent) for code in self.codes.values()} - {str(folder)}
-        for beside in folder.glob("*.py"):
+        for beside in folder.glob("*.py"):  # `import` would find another folder's
             spec = sys.modules[beside.stem].__spec__ if beside.stem in sys.modules else None
             origin = spec and spec.origin
             if origin and str(beside) != file and os.path.dirname(origin) in others:

@@ -26,14 +26,17 @@ MIXED = re.compile(r"\d[ \u202f]?$")
 
 
 def number_answer(text: str) -> str | None:
-    """Return the last number in normal form, None if there is none: -$1,234.50 is -1234.5, 7.0 is 7.
+    """Return the last number in normal form: -$1,234.50 is -1234.5, 7.0 is 7.
 
-    2 1/2 is none.
+    None if there is none, or if it is a mixed number, 2 1/2.
     """
-    found = [*NUMBER.finditer(plain(text))]
-    if not found or (found[-1][4] and MIXED.search(found[-1].string, 0, found[-1].start())):
+    text = plain(text)
+    if not (found := [*NUMBER.finditer(text)]):
         return None
-    return normal(*found[-1].groups(""))
+    last = found[-1]
+    if last[4] and MIXED.search(text, 0, last.start()):
+        return None
+    return normal(*last.groups(""))
 
 
 def plain(text: str) -> str:
