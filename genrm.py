@@ -49,7 +49,7 @@ class JudgeFormat:
     engine: ClassVar[type[Engine]] = Engine  # the engine that serves it
 
     def answer_of(self, text: str, finish: str) -> str | None:
-        """Return a response's final answer, in NFC; None if its thoughts hold it or it was cut off."""
+        """Return a response's final answer outside of thoughts, in NFC; None without one or if cut off."""
         said = without_thoughts(text) if finish == "stop" else None
         answer = None if said is None else self.final_answer(said)
         return answer and normalize("NFC", answer)

@@ -129,11 +129,14 @@ class Users:
         self._objects: dict[Key, Any] = {}  # episodes
 
     def load(self, title: str, file: str, name: str, kind: str) -> Call:
-        """Run a file. The result is all names of its function or class. Raises UserError if there is none."""
+        """Run a file. The result is all names of its function or class.
+
+        Raises UserError if there is none, or if another folder's file has the name of one beside this file.
+        """
         code = UserCode(title, file)
-        folder = Path(file).parent
-        others = {str(Path(code.file).parent) for code in self.codes.values()} - {str(folder)}
-        for beside in folder.glob("*.py"):  # `import` would find another folder's
+        folder = os.path.dirname(file)
+        others = {os.path.dirname(code.file) for code in self.codes.values()} - {folder}
+        for beside in Path(folder).glob("*.py"):  # `import` would find another folder's
             spec = sys.modules[beside.stem].__spec__ if beside.stem in sys.modules else None
             origin = spec and spec.origin
             if origin and str(beside) != file and os.path.dirname(origin) in others:

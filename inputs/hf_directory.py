@@ -44,8 +44,15 @@ def readable(where: str) -> Iterator[None]:
     """Turn a library's error about a file into a one-line UserError that begins with `where`."""
     from huggingface_hub.errors import StrictDataclassError
 
-    known = (StrictDataclassError, ValueError, TypeError, AttributeError, KeyError, ArithmeticError)
-    known += (RecursionError,)
+    known = (
+        StrictDataclassError,
+        ValueError,
+        TypeError,
+        AttributeError,
+        KeyError,
+        ArithmeticError,
+        RecursionError,
+    )
     try:
         yield
     except UserError:

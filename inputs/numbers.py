@@ -14,7 +14,7 @@ NUMBER = re.compile(r"(?:(?<![\w)\]}%])(-)[\u2009\u202f]?)?\\?[$€£]?" + DIGIT
 # -¥5 isn't a key: NUMBER would lose the minus in an answer
 KEY = re.compile(r"([+-]?[\u2009\u202f]?[$€£]?|[$€£¥₹][+-]?)" + DIGITS)
 SIGNS = dict.fromkeys(map(ord, "−–‑－"), "-") | {ord("⁄"): "/"}  # lookalikes of minus and slash
-SPELLED = {
+SPELLED = {  # pattern -> plain characters
     r"(?<=\d)(?=\\[dt]?frac)": " ",  # 2\frac{1}{2} -> 2 1/2
     # \frac{3}{4}, \dfrac34 -> 3/4
     r"\\[dt]?frac ?(?:\{(-?[\d.,]+)\} ?\{(\d+)\}|(\d)(\d))": r"\1\3/\2\4",
@@ -22,7 +22,7 @@ SPELLED = {
     r"(?<=\d) ?(?:\\times|\\cdot|×|\*) ?10 ?\^ ?(?:\{([+-]?\d+)\}|([+-]?\d+))": r"e\1\2",
     r"(?<=\d) ?/ ?(?=\d)": "/",
 }
-MIXED = re.compile(r"\d[ \u202f]?$")
+MIXED = re.compile(r"\d[ \u202f]?$")  # what precedes the fraction of a mixed number
 
 
 def number_answer(text: str) -> str | None:
@@ -33,10 +33,10 @@ def number_answer(text: str) -> str | None:
     text = plain(text)
     if not (found := [*NUMBER.finditer(text)]):
         return None
-    last = found[-1]
-    if last[4] and MIXED.search(text, 0, last.start()):
+    before, digits, exponent, divisor = found[-1].groups("")
+    if divisor and MIXED.search(text, 0, found[-1].start()):
         return None
-    return normal(*last.groups(""))
+    return normal(before, digits, exponent, divisor)
 
 
 def plain(text: str) -> str:

@@ -17,7 +17,8 @@ from filelock import AsyncFileLock, Timeout
 from runtime.errors import UserError
 
 LOCK = "lock"
-WEIGHTS = ("checkpoints/step_*", "hf/config.json", "hf/step_*", "hf_critic_*/step_*")  # of a run
+# where a run has weights
+WEIGHTS = ("checkpoints/step_*", "hf/config.json", "hf/step_*", "hf_critic_*/step_*")
 ENDING_S = 5.0  # time that a killed process takes to be gone
 WITHOUT_LOCKS = (errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK)
 

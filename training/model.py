@@ -339,7 +339,9 @@ def check_context(where: str, hf: dict, config: Config) -> None:
     factor = 1 if "original_max_position_embeddings" in rope else rope.get("factor", 1)
     limit = int(hf["max_position_embeddings"] * factor)
     if config.max_model_len > limit:
-        raise UserError(f"--max-model-len {config.max_model_len}: {where} takes {limit} tokens")
+        raise UserError(
+            f"{where}: --max-model-len {config.max_model_len} is above its limit, {limit}"
+        )
 
 
 def check_ends(where: str, model_dir: str, hf: dict) -> None:

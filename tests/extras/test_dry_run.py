@@ -143,6 +143,8 @@ def test_it_prints_names_that_the_terminal_lacks(tmp_path, said, monkeypatch):
     given = ["--model", DEMO_MODELS / "written" / "actor", "--data", data, "--rule", "right"]
     monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(io.BytesIO(), encoding="ascii"))
     said(*given, "--max-model-len", 99, "--max-new-tokens", 9)
+    sys.stdout.flush()
+    assert rb"/donn\xe9es.jsonl: 36 rows train" in sys.stdout.buffer.getvalue()
 
 
 def test_a_dry_run_starts_nothing(tmp_path):

@@ -413,7 +413,7 @@ def test_two_files_may_not_import_files_of_one_name(tmp_path, monkeypatch):
 
 
 def test_a_file_that_never_ends_is_named(tmp_path, monkeypatch):
-    # a process of its own: no other test's file could load behind this one
+    # a process of its own: after this file no other test's could load
     monkeypatch.setattr(worker, "worker", cache(worker.Worker))
     path = write(tmp_path, f"import time\ntime.sleep({9 * LIMIT_S})\n{DEF}return 1\n")
     with pytest.raises(

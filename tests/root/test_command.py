@@ -172,15 +172,11 @@ DAMAGES = [
     ("config.json", None, "has no config.json"),
     ("config.json", lambda _: b"{", "config.json is not valid JSON"),
     ("config.json", lambda _: b"[" * 10**5 + b"]" * 10**5, "config.json is not valid JSON: max"),
-    (
-        "config.json",
-        saying(eos_token_id=10),
-        "would end at its eos_token_id 10, which is the text '",
-    ),
+    ("config.json", saying(eos_token_id=10), "its eos_token_id 10, which is the text '"),
     ("config.json", lambda _: GPT2.encode(), "gpt2"),
     ("config.json", saying(hidden_size="64"), "config.json: .*hidden_size"),
     ("config.json", saying(attention_bias=True), "not supported: attention_bias"),
-    ("config.json", READS_511, r"^--max-model-len 512: --model \S+ takes 511 tokens$"),
+    ("config.json", READS_511, r"its-name: --max-model-len 512 is above its limit, 511$"),
     ("generation_config.json", saying(eos_token_id=[2, 400]), "has 401 tokens"),
     ("generation_config.json", saying(eos_token_id="2"), "eos_token_id is a token's number"),
     ("generation_config.json", saying(eos_token_id=[2, -1]), "eos_token_id is a token's number"),
@@ -241,7 +237,7 @@ OF_OTHERS = [
     ("--judge", "config.json", saying(eos_token_id=[2, 10]), "eos_token_id 10, which is"),
     ("--critic", "config.json", saying(eos_token_id=10), ""),
     ("--judge", "config.json", saying(eos_token_id=[-1, 2]), ""),
-    ("--judge", "config.json", READS_511, "takes 511 tokens"),
+    ("--judge", "config.json", READS_511, "--max-model-len 512 is above its limit, 511"),
     ("--judge", "config.json", READS_512, ""),
     ("--judge", "model.safetensors", without(UP), f"lack {UP}"),
     ("--judge", "model.safetensors", scores_are((1, 64)), "nothing here reads score.weight"),
@@ -262,7 +258,7 @@ def test_models_beside_it_are_looked_at(actor, tmp_path, rows, given, file, chan
     if setting == "--critic" and file != "model.safetensors":
         damaged(home, "model.safetensors", adding("score.weight"))
     more = ("--judge-max-new-tokens", 12, "--algorithm", "ppo")
-    expected = f"{setting} \\S*its-name:? .*{message}"
+    expected = f"^{setting} \\S*its-name: .*{message}"
     with pytest.raises(UserError, match=expected) if message else nullcontext():
         read(actor, rows, *given.split(), damaged(home, file, change), *more)
 
